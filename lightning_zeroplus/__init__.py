@@ -1,0 +1,37 @@
+"""ZeRO-1/2/3 sharding for PyTorch Lightning in pure PyTorch.
+
+Importing this package registers the strategy names (``zeroplus``, ``zeroplus_stage_3``, ...) with
+Lightning, at once or as soon as Lightning is imported. Nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_zeroplus.plugin.registry import register_on_import
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.plugin.checkpoint_io import ZeroPlusCheckpointIO
+    from lightning_zeroplus.plugin.strategy import ZeroPlusStrategy
+
+__all__ = ["ZeroPlusCheckpointIO", "ZeroPlusStrategy", "__version__"]
+
+__version__ = "0.1.0.dev0"
+
+register_on_import()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ZeroPlusStrategy":
+        from lightning_zeroplus.plugin.strategy import ZeroPlusStrategy
+
+        return ZeroPlusStrategy
+    if name == "ZeroPlusCheckpointIO":
+        from lightning_zeroplus.plugin.checkpoint_io import ZeroPlusCheckpointIO
+
+        return ZeroPlusCheckpointIO
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

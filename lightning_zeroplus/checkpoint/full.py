@@ -1,0 +1,121 @@
+"""One file that holds a whole checkpoint: written at once or not at all, read without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import uuid
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zeroplus.errors import CheckpointError
+
+__all__ = ["read_full", "remove_full", "write_full"]
+
+
+def write_full(checkpoint: object, path: str | os.PathLike[str]) -> None:
+    """Put ``checkpoint`` at ``path`` on the local disk, complete and flushed, or change nothing.
+
+    A link at ``path`` is replaced, never written through. Missing folders are made.
+
+    Raises:
+        CheckpointError: the file cannot be written; what was at ``path`` is still there.
+    """
+    target = Path(path)
+    # Not `*.ckpt`: a half-written file must never be taken for a checkpoint.
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("xb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(target)
+        _flush_folder(target.parent)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        # torch turns a failed write into a RuntimeError whose context has the reason.
+        cause = next((e for e in (error, error.__context__) if isinstance(e, OSError)), error)
+        raise CheckpointError(
+            f"Expected to write a checkpoint, got {type(cause).__name__}: {cause} ({target}). "
+            f"Earlier checkpoints are unchanged; free space or choose another folder."
+        ) from error
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def read_full(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", weights_only: bool | None = None
+) -> Any:
+    """Return what `write_full` or `torch.save` put at ``path`` on the local disk.
+
+    Tensors are mapped from the file: memory is taken when, and as far as, they are read.
+
+    Raises:
+        FileNotFoundError: there is nothing at ``path``.
+        CheckpointError: it is a folder, or the file is damaged or incomplete.
+    """
+    source = Path(path)
+    if not source.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {source}")
+    if source.is_dir():
+        raise CheckpointError(
+            f"Expected a checkpoint in one file, got a folder ({source}). "
+            f"Give the path of the file that was saved with save_format='full'."
+        )
+    try:
+        # Files from before torch 1.6 are no zip archives and cannot be mapped.
+        mapped = _is_archive(source)
+        return torch.load(source, map_location=map_location, mmap=mapped, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error).lower() or "weights only" in str(error).lower():
+            raise  # says what is not allowed and how to allow it
+        raise _damaged(source, error) from error
+    except (OSError, EOFError, RuntimeError, ValueError) as error:
+        raise _damaged(source, error) from error
+
+
+def remove_full(path: str | os.PathLike[str]) -> None:
+    """Leave nothing at ``path`` on the local disk; the target of a link stays."""
+    target = Path(path)
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        target.unlink()
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return CheckpointError(
+        f"Expected a complete checkpoint file, got {path.stat().st_size} unreadable bytes: "
+        f"{reason} ({path}). Resume from an earlier checkpoint."
+    )
+
+
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            return False
+    # The table of contents stands at the end of the file.
+    if not zipfile.is_zipfile(path):
+        raise EOFError("the file ends early")
+    return True
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the rename itself last through a power cut, where the file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,44 @@
+"""Entry point of the command `zeroplus`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jsonargparse import ArgumentParser
+
+from lightning_zeroplus.cli.demo import DemoError, run_demo
+
+__all__ = ["main"]
+
+_DEMO_EXAMPLE = "Example: zeroplus demo --steps 350 --folder zeroplus-demo"
+
+
+def build_parser() -> ArgumentParser:
+    """Return the parser of `zeroplus` with all its sub-commands."""
+    parser = ArgumentParser(prog="zeroplus", description="ZeRO sharding for PyTorch Lightning.")
+    commands = parser.add_subcommands(required=True)
+    demo = ArgumentParser(
+        description="Train a small GPT at stage 3 on two CPU processes, resume it on one, and "
+        "print what each stage keeps in memory.",
+        epilog=_DEMO_EXAMPLE,
+    )
+    demo.add_function_arguments(run_demo)
+    commands.add_subcommand("demo", demo, help="train, save, resume and measure a small GPT")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command and return the exit status: 0 when it did what it says."""
+    parser = build_parser()
+    chosen = parser.parse_args(argv)
+    try:
+        run_demo(**chosen.demo.as_dict())
+    except DemoError as error:
+        print(f"zeroplus demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

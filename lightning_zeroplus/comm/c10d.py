@@ -1,0 +1,242 @@
+"""Ranks of a ``torch.distributed`` process group.
+
+The engine has groups of its own, so that a user's barrier never pairs with a gather. Over Gloo a
+reduce-scatter sends twice the ring law and sums in an order that depends on the position, so
+reductions are an all-to-all and a local sum in rank order here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_zeroplus.comm.loopback import solo_transport
+from lightning_zeroplus.comm.transport import Operation, Tag, Transport, Work, check_tags
+from lightning_zeroplus.comm.watch import Watch
+from lightning_zeroplus.errors import CollectiveError
+
+__all__ = ["C10dTransport", "c10d_transport"]
+
+_INSTANCES = itertools.count()
+
+
+def c10d_transport(
+    *, timeout: timedelta = timedelta(minutes=30), backend: str | None = None
+) -> Transport:
+    """Return a transport over all ranks of the default process group; collective.
+
+    A world without an initialised process group is a world of one rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return solo_transport()
+    return C10dTransport(timeout=timeout, backend=backend)
+
+
+class _Wait:
+    """A group's work under the eyes of the watch."""
+
+    def __init__(self, watch: Watch, works: list[Any], tag: Tag) -> None:
+        self._watch = watch
+        self._works = works
+        self._tag = tag
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            self._watch.wait(self._tag, lambda s, w=work: _attempt(w, s, self._tag))
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class _TaggedWait(_Wait):
+    """A gather and the exchange of tags that was started before it."""
+
+    def __init__(
+        self, watch: Watch, works: list[Any], tag: Tag, tags: torch.Tensor, labels: Sequence[str]
+    ) -> None:
+        super().__init__(watch, works, tag)
+        self._tags = tags
+        self._labels = labels
+        self._checked = False
+
+    def wait(self) -> None:
+        if not self._works:
+            return
+        head, self._works = self._works[0], self._works[1:]
+        self._watch.wait(self._tag, lambda s: _attempt(head, s, self._tag))
+        check_tags(_decode(self._tags), self._labels)
+        super().wait()
+
+
+def _attempt(work: Any, seconds: float, tag: Tag) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if "imed out" in str(error) and not work.is_completed():
+            return False
+        raise CollectiveError(
+            f"Expected all ranks to join {tag}, got {_first_line(error)}. "
+            f"A peer has probably ended; look for its error."
+        ) from error
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _encode(tag: Tag) -> torch.Tensor:
+    return torch.tensor([tag.sequence, int(tag.operation), tag.unit, 0], dtype=torch.int64)
+
+
+def _decode(tags: torch.Tensor) -> list[Tag]:
+    rows = tags.view(-1, 4).tolist()
+    return [Tag(row[0], Operation(row[1]), row[2]) for row in rows]
+
+
+class C10dTransport(Transport):
+    """All ranks of the default process group, over two groups of the engine's own."""
+
+    preferred_bucket_nbytes = 16 << 20
+    least_unit_nbytes = 4 << 20
+
+    def __init__(self, *, timeout: timedelta, backend: str | None = None) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.sent_nbytes = 0
+        self.labels: list[str] = []
+        # Gloo's own limit must lie beyond ours, or its error comes first and names nobody.
+        limit = timeout + timedelta(seconds=30)
+        self._weights = dist.new_group(timeout=limit, backend=backend)
+        self._gradients = dist.new_group(timeout=limit, backend=backend)
+        # Every rank makes its transports in the same order, so a counter names them alike.
+        store = dist.distributed_c10d._get_default_store().clone()
+        prefix = f"zeroplus/{next(_INSTANCES)}"
+        self._watch = Watch(
+            dist.PrefixStore(prefix, store),
+            self.rank,
+            self.world_size,
+            timeout.total_seconds(),
+        )
+
+    # -- weights channel
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
+        self._watch.current = tag
+        tags = torch.empty(4 * self.world_size, dtype=torch.int64)
+        works = [dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)]
+        if shard.numel():
+            target, source = _bytes(out), _bytes(shard)
+            works.append(
+                dist.all_gather_single(target, source, group=self._weights, async_op=True)
+            )
+        self.sent_nbytes += (self.world_size - 1) * (shard.numel() * shard.element_size() + 32)
+        return _TaggedWait(self._watch, works, tag, tags, self.labels)
+
+    def announce(self, tag: Tag) -> list[Tag]:
+        self._watch.current = tag
+        tags = torch.empty(4 * self.world_size, dtype=torch.int64)
+        work = dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)
+        _Wait(self._watch, [work], tag).wait()
+        return _decode(tags)
+
+    # -- gradients channel
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        out_numels: Sequence[int],
+        source_numels: Sequence[int],
+        tag: Tag,
+    ) -> Work:
+        self._watch.current = tag
+        size = source.element_size()
+        work = dist.all_to_all_single(
+            _bytes(out),
+            _bytes(source),
+            [n * size for n in out_numels],
+            [n * size for n in source_numels],
+            group=self._gradients,
+            async_op=True,
+        )
+        self.sent_nbytes += (sum(source_numels) - source_numels[self.rank]) * size
+        return _Wait(self._watch, [work], tag)
+
+    def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
+        self._watch.current = tag
+        row = [float(tag.sequence), float(tag.operation), float(tag.unit), *payload]
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = torch.empty(len(row) * self.world_size, dtype=torch.float64)
+        work = dist.all_gather_single(rows, mine, group=self._gradients, async_op=True)
+        _Wait(self._watch, [work], tag).wait()
+        self.sent_nbytes += (self.world_size - 1) * mine.numel() * 8
+        table = rows.view(self.world_size, -1).tolist()
+        check_tags([Tag(int(r[0]), Operation(int(r[1])), int(r[2])) for r in table])
+        return [r[3:] for r in table]
+
+    # -- set-up and state, in no hot path
+
+    def exchange_bytes(self, payload: bytes, tag: Tag) -> list[bytes]:
+        body = torch.tensor(list(payload), dtype=torch.uint8)
+        return [bytes(part.tolist()) for part in self._ragged(body, tag)]
+
+    def _ragged(self, mine: torch.Tensor, tag: Tag) -> list[torch.Tensor]:
+        self._watch.current = tag
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        size = torch.tensor([mine.numel()], dtype=torch.int64)
+        work = dist.all_gather_single(sizes, size, group=self._gradients, async_op=True)
+        _Wait(self._watch, [work], tag).wait()
+        most = int(sizes.max())
+        padded = torch.zeros(most, dtype=mine.dtype)
+        padded[: mine.numel()] = mine
+        table = torch.empty(most * self.world_size, dtype=mine.dtype)
+        work = dist.all_gather_single(table, padded, group=self._gradients, async_op=True)
+        _Wait(self._watch, [work], tag).wait()
+        self.sent_nbytes += (self.world_size - 1) * (most * mine.element_size() + 8)
+        rows = table.view(self.world_size, most)
+        return [rows[r, : int(sizes[r])] for r in range(self.world_size)]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
+        self._watch.current = tag
+        view = _bytes(tensor.detach())
+        if view.numel() == 0:
+            return
+        work = dist.broadcast(view, source, group=self._gradients, async_op=True)
+        _Wait(self._watch, [work], tag).wait()
+        if self.rank == source:
+            self.sent_nbytes += (self.world_size - 1) * view.numel()
+
+    def collect(
+        self, shard: torch.Tensor, destination: int, tag: Tag
+    ) -> list[torch.Tensor] | None:
+        self._watch.current = tag
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        mine = torch.tensor([shard.numel()], dtype=torch.int64)
+        work = dist.all_gather_single(sizes, mine, group=self._gradients, async_op=True)
+        _Wait(self._watch, [work], tag).wait()
+        numels = [int(n) for n in sizes]
+        here = self.rank == destination
+        received = sum(numels) if here else 0
+        out = torch.empty(received, dtype=shard.dtype, device=shard.device)
+        source_numels = [shard.numel() if r == destination else 0 for r in range(self.world_size)]
+        out_numels = numels if here else [0] * self.world_size
+        self.all_to_all(out, shard, out_numels, source_numels, tag).wait()
+        return list(out.split(numels)) if here else None
+
+    def fail(self, message: str) -> None:
+        self._watch.stop(f"failed ({message})")
+
+    def close(self) -> None:
+        self._watch.stop("has finished")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1) if tensor.dim() != 1 else tensor
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)

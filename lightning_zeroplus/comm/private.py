@@ -1,0 +1,101 @@
+"""Every private torch call that the engine's memory tricks need, each behind one function.
+
+A resting weight keeps its tensor and its storage object; only the memory under the storage is
+exchanged, against an arena of NaN that is flagged to throw on writes. What gets past Python then
+reads NaN instead of freed memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from lightning_zeroplus.errors import ConfigError
+
+__all__ = [
+    "Arena",
+    "missing_private_calls",
+    "resize_fallback",
+    "swap_memory",
+    "tensor_over",
+]
+
+_FALLBACK_VARIABLE = "ZEROPLUS_ALLOW_RESIZE_FALLBACK"
+
+
+def missing_private_calls() -> list[str]:
+    """Return the names of the calls that this build of torch lacks."""
+    needed = {
+        "UntypedStorage._swap_data_ptr_": hasattr(torch.UntypedStorage, "_swap_data_ptr_"),
+        "torch._C._construct_storage_from_data_pointer": hasattr(
+            torch._C, "_construct_storage_from_data_pointer"
+        ),
+        "torch._C._set_throw_on_mutable_data_ptr": hasattr(
+            torch._C, "_set_throw_on_mutable_data_ptr"
+        ),
+    }
+    return [name for name, present in needed.items() if not present]
+
+
+def resize_fallback() -> bool:
+    """Return whether stage 3 frees storages by `resize_` because the swap is missing.
+
+    Raises:
+        ConfigError: calls are missing and the environment does not allow the fallback.
+    """
+    missing = missing_private_calls()
+    if not missing:
+        return False
+    if os.environ.get(_FALLBACK_VARIABLE) == "1":
+        return True
+    raise ConfigError(
+        f"Expected a torch build with {', '.join(missing)} for stage 3, got {torch.__version__}. "
+        f"Use torch 2.13 or newer, or stage 1 or 2."
+    )
+
+
+def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages of equal size and device; tensors keep their storage."""
+    a._swap_data_ptr_(b)  # type: ignore[attr-defined]
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, numel: int, device: torch.device
+) -> torch.Tensor:
+    """Return a 1-D tensor ``[numel]`` over a storage, without touching the memory."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload,no-any-return]
+
+
+class Arena:
+    """NaN-filled memory that all resting weights of one device point at.
+
+    One per process and device; grows, and old memory stays alive while something rests on it.
+    """
+
+    _lock = threading.Lock()
+    _blocks: dict[torch.device, list[torch.Tensor]] = {}
+
+    @classmethod
+    def resting_storage(cls, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Return a non-owning storage of ``nbytes`` on the arena that throws on writes."""
+        with cls._lock, torch.inference_mode(False), torch.no_grad():
+            blocks = cls._blocks.setdefault(device, [])
+            if not blocks or blocks[-1].numel() < nbytes:
+                blocks.append(torch.full((max(nbytes, 1),), 255, dtype=torch.uint8, device=device))
+            block = blocks[-1]
+        storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
+            block.data_ptr(), device, nbytes
+        )
+        # The flag is set through a tensor, which must go: it would hold swapped-in memory.
+        flagged = tensor_over(storage, torch.uint8, nbytes, device)
+        torch._C._set_throw_on_mutable_data_ptr(flagged)
+        del flagged
+        return storage
+
+    @classmethod
+    def nbytes(cls, device: torch.device) -> int:
+        """Return the bytes that the arena holds on ``device``."""
+        return sum(block.numel() for block in cls._blocks.get(device, []))

@@ -1,0 +1,161 @@
+"""The seam between the engine and whatever carries its bytes.
+
+A transport moves bytes between the ranks that share one model. It has two channels, each with an
+order of its own: *weights* (gathers, in the order in which the graph needs them) and *gradients*
+(reductions and small exchanges, in an order that is fixed whatever the graph does). They are kept
+apart because a rank on which a parameter got no gradient launches its reductions later than its
+peers, between other gathers.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lightning_zeroplus.errors import CollectiveError
+
+__all__ = ["Operation", "Tag", "Transport", "Work", "check_tags"]
+
+
+class Operation(enum.IntEnum):
+    """What a tag announces."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    PREFETCH = 3
+    TOUCH = 4
+    FULL = 5
+    REDUCE = 6
+    REFRESH = 7
+    FINALIZE = 8
+    STEP = 9
+    NORM = 10
+    IDLE = 11
+    SETUP = 12
+
+
+class Tag(NamedTuple):
+    """Announces one engine operation, so that ranks which diverge are named instead of mixed."""
+
+    sequence: int
+    operation: Operation
+    unit: int
+    label: str = ""
+
+    def agrees_with(self, other: Tag) -> bool:
+        """Return whether both announce the same step of the same unit.
+
+        Why a unit is gathered may differ between ranks (a touch here, a prefetch there).
+        """
+        return self.sequence == other.sequence and self.unit == other.unit
+
+    def __str__(self) -> str:
+        name = self.label or f"unit {self.unit}"
+        return f"#{self.sequence} {self.operation.name.lower()} of {name}"
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the result may be used on the current stream.
+
+        Raises:
+            CollectiveError: a peer diverged, died, finished or stayed silent.
+        """
+
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+
+
+class Transport(ABC):
+    """Bytes between ranks; every method is collective unless it says otherwise."""
+
+    rank: int
+    world_size: int
+    sent_nbytes: int
+    """Payload bytes that this rank has sent to others since it was made, by the ring law."""
+
+    preferred_bucket_nbytes: int
+    """Unit size for replicated weights."""
+
+    least_unit_nbytes: int
+    """Smaller blocks are merged up to this size at stage 3."""
+
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
+        """Start filling ``out`` ``[world * n]`` from each rank's ``shard`` ``[n]``, in rank order.
+
+        ``shard`` may be this rank's part of ``out``. Tags are compared before `Work.wait` returns.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        out_numels: Sequence[int],
+        source_numels: Sequence[int],
+        tag: Tag,
+    ) -> Work:
+        """Start sending the r-th part of ``source`` to rank r; parts of ``out`` are by sender.
+
+        Runs on the gradient channel. The caller compares headers that it put into the parts.
+        """
+
+    @abstractmethod
+    def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
+        """Return every rank's ``payload`` (float64, equal lengths), in rank order."""
+
+    @abstractmethod
+    def exchange_bytes(self, payload: bytes, tag: Tag) -> list[bytes]:
+        """Return every rank's ``payload`` of any length, in rank order."""
+
+    @abstractmethod
+    def announce(self, tag: Tag) -> list[Tag]:
+        """Return every rank's tag without comparing them (weights channel)."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
+        """Overwrite ``tensor`` (contiguous) with that of rank ``source``."""
+
+    @abstractmethod
+    def collect(
+        self, shard: torch.Tensor, destination: int, tag: Tag
+    ) -> list[torch.Tensor] | None:
+        """Return every rank's ``shard`` (1-D, any lengths, equal dtype) on ``destination``."""
+
+    @abstractmethod
+    def fail(self, message: str) -> None:
+        """*Local.* Tell peers that this rank has failed, so that their waits end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """*Local.* Say that this rank has finished and let go of threads and groups."""
+
+
+def check_tags(tags: Sequence[Tag], labels: Sequence[str] = ()) -> None:
+    """Compare what each rank announced.
+
+    Raises:
+        CollectiveError: they differ; the message names the first two that do.
+    """
+    for rank, tag in enumerate(tags):
+        if not tag.agrees_with(tags[0]):
+            first, other = tags[0], tag
+            if labels:
+                first = first._replace(label=_label(labels, first.unit))
+                other = other._replace(label=_label(labels, other.unit))
+            raise CollectiveError(
+                f"Expected all ranks to act together, got rank 0 at {first} and rank {rank} at "
+                f"{other}. Run the same modules and touch the same parameters on every rank, or "
+                f"wrap the access in full_parameters(...) on every rank."
+            )
+
+
+def _label(labels: Sequence[str], unit: int) -> str:
+    return labels[unit] if 0 <= unit < len(labels) else f"unit {unit}"

@@ -1,0 +1,158 @@
+"""Who is where: what each rank did last, published off the hot path, read only when a wait is slow.
+
+A thread publishes this rank's last operation about once a second, if it changed. A wait that takes
+longer than a second reads what the peers published: one that has finished or failed is an error at
+once, a silent one (slow dataloader, logger, checkpoint) gets one warning after 10 s and is an error
+after the time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from lightning_zeroplus.comm.transport import Tag
+from lightning_zeroplus.errors import CollectiveError
+
+__all__ = ["Store", "Watch"]
+
+log = logging.getLogger(__name__)
+
+_WARN_AFTER_S = 10.0
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that is used."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write."""
+
+    def get(self, key: str) -> bytes:
+        """Read; the key exists."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys exist."""
+
+
+class PeerState(NamedTuple):
+    """What one rank published."""
+
+    state: str
+    last: str
+    beat: int
+
+
+class Watch:
+    """Publishes this rank's last operation and explains waits for peers. *Local.*"""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self.current: Tag | None = None
+        self._state = "running"
+        self._published: tuple[str, Tag | None] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        interval = max(0.05, min(1.0, timeout_s / 10))
+        self._thread = threading.Thread(
+            target=_beat, args=(weakref.ref(self), self._stop, interval), daemon=True
+        )
+        self._thread.start()
+
+    def publish(self, state: str | None = None) -> None:
+        """Write this rank's state if it changed."""
+        with self._lock:
+            if state is not None and self._state == "running":
+                self._state = state
+            news = (self._state, self.current)
+            if news == self._published:
+                return
+            self._published = news
+            last = "nothing yet" if self.current is None else str(self.current)
+            self._store.set(f"rank{self._rank}", json.dumps([self._state, last]))
+
+    def stop(self, state: str) -> None:
+        """Publish a last state and end the thread."""
+        try:
+            self.publish(state)
+        except RuntimeError as error:
+            # The store lives in rank 0's process, which may be gone by now.
+            log.debug("could not publish %r: %s", state, error)
+        self._stop.set()
+
+    def peers(self) -> dict[int, PeerState]:
+        """Return what each peer published last."""
+        found: dict[int, PeerState] = {}
+        for rank in range(self._world_size):
+            key = f"rank{rank}"
+            if rank != self._rank and self._store.check([key]):
+                state, last = json.loads(self._store.get(key))
+                found[rank] = PeerState(state, last, 0)
+        return found
+
+    def wait(self, tag: Tag, attempt: Callable[[float], bool]) -> None:
+        """Repeat ``attempt(seconds)`` until it returns True.
+
+        Raises:
+            CollectiveError: a peer finished or failed, or ``timeout`` passed.
+        """
+        started = time.monotonic()
+        warned = False
+        step = min(1.0, self._timeout_s / 5)
+        while not attempt(step):
+            waited = time.monotonic() - started
+            self._raise_if_gone(tag)
+            if waited >= self._timeout_s:
+                message = self._absence(tag, waited)
+                raise CollectiveError(message)
+            if waited >= _WARN_AFTER_S and not warned:
+                warned = True
+                log.warning("%s", self._absence(tag, waited))
+
+    def _raise_if_gone(self, tag: Tag) -> None:
+        for rank, peer in self._read_peers().items():
+            if peer.state != "running":
+                raise CollectiveError(
+                    f"Expected rank {rank} to join {tag} (rank {self._rank}), but it "
+                    f"{peer.state}; its last engine operation was {peer.last}. "
+                    f"Run the same steps on every rank."
+                )
+
+    def _absence(self, tag: Tag, waited_s: float) -> str:
+        lasts = ", ".join(
+            f"rank {rank}: {peer.last}" for rank, peer in sorted(self._read_peers().items())
+        )
+        return (
+            f"Expected all ranks to join {tag} (rank {self._rank}), still waiting after "
+            f"{waited_s:.0f} s; last engine operations of the others: {lasts or 'unknown'}. "
+            f"Run the same modules and touch the same parameters on every rank."
+        )
+
+    def _read_peers(self) -> dict[int, PeerState]:
+        try:
+            return self.peers()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"Expected the store of rank 0 to answer (rank {self._rank}), got {error}. "
+                f"Rank 0 has probably ended."
+            ) from error
+
+
+def _beat(ref: weakref.ref[Watch], stop: threading.Event, interval_s: float) -> None:
+    while not stop.wait(interval_s):
+        watch = ref()
+        if watch is None:
+            return
+        try:
+            watch.publish()
+        except RuntimeError as error:
+            log.debug("could not publish: %s", error)
+            return
+        del watch

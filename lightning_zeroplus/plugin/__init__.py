@@ -1,0 +1,1 @@
+"""Everything that knows Lightning: the strategy, its checkpoint IO, the registered names."""

@@ -1,0 +1,291 @@
+"""`ZeroPlusStrategy`: the engine under Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zeroplus.config import (
+    EngineConfig,
+    FloatDtype,
+    Stage,
+    UnshardOnAccess,
+    UnusedGradients,
+)
+from lightning_zeroplus.errors import ConfigError, PhaseError
+from lightning_zeroplus.plugin.loops import LoaderEnds, compare_training_batches, tell_loader_ends
+from lightning_zeroplus.plugin.registry import register
+from lightning_zeroplus.plugin.sharding import DEFAULT_TIMEOUT, ShardingStrategy, unwrapped
+from lightning_zeroplus.zero import Engine
+
+__all__ = ["ZeroPlusStrategy"]
+
+
+class ZeroPlusStrategy(ShardingStrategy):
+    """Trains as DDP does, with optimizer state, gradients and weights sharded over the ranks.
+
+    Args:
+        stage: 1 shards optimizer state, 2 gradients too, 3 weights too.
+        units: Class names, import paths or classes whose instances are unsharded together at
+            stage 3, usually the repeated block of the model. None: found by itself.
+        bucket_nbytes: Size in bytes of the buckets in which replicated weights and gradients are
+            communicated. None: chosen for the transport.
+        prefetch: Units unsharded ahead of need at stage 3.
+        master_dtype: Type of the weights that the optimizer updates. None: the wider of fp32 and
+            the parameter's own type.
+        reduce_dtype: Type in which gradients are reduced and kept. None: as `master_dtype`.
+        unused_gradients: What the optimizer sees of a parameter without a gradient on any rank:
+            "skip" leaves it alone as PyTorch does, "zero" gives zeros as DeepSpeed does.
+        unshard_on_access: What reading a resting stage-3 weight does outside of its module's
+            forward: "gather" it, on all ranks together, or "error".
+        save_format: "full" writes one `.ckpt` file with Lightning's own keys, which DDP loads too.
+        exclude_frozen_parameters: Leave parameters that need no gradient out of checkpoints;
+            loading such a checkpoint keeps the frozen values that the module has.
+        accelerator: As in `DDPStrategy`.
+        parallel_devices: As in `DDPStrategy`.
+        cluster_environment: As in `DDPStrategy`.
+        checkpoint_io: As in `DDPStrategy`. None: files are written atomically and read mapped.
+        precision_plugin: As in `DDPStrategy`.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: Longest silence of a peer before an error. None: 30 minutes.
+        start_method: How processes are started: "popen" runs the script again, "spawn", "fork"
+            and "forkserver" are those of `multiprocessing`.
+
+    Raises:
+        ConfigError: a setting outside what it allows.
+    """
+
+    def __init__(  # noqa: PLR0913  # every setting is one
+        self,
+        stage: Stage = 2,
+        *,
+        units: list[str | type[nn.Module]] | None = None,
+        bucket_nbytes: int | None = None,
+        prefetch: int = 1,
+        master_dtype: FloatDtype | None = None,
+        reduce_dtype: FloatDtype | None = None,
+        unused_gradients: UnusedGradients = "skip",
+        unshard_on_access: UnshardOnAccess = "gather",
+        save_format: Literal["full"] = "full",
+        exclude_frozen_parameters: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        if save_format != "full":
+            raise ConfigError(f"Expected save_format='full', got {save_format!r}. Use 'full'.")
+        config = EngineConfig(
+            stage=stage,
+            units=None if units is None else tuple(units),
+            bucket_nbytes=bucket_nbytes,
+            prefetch=prefetch,
+            master_dtype=master_dtype,
+            reduce_dtype=reduce_dtype,
+            unused_gradients=unused_gradients,
+            unshard_on_access=unshard_on_access,
+        )
+        super().__init__(
+            config,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._loader_ends: LoaderEnds | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Make the names of this package known to ``strategy_registry``."""
+        register(strategy_registry)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        state["_loader_ends"] = None
+        return state
+
+    # -- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's training step on unsharded weights."""
+        with self.engine.forward_pass(evaluation=False):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's validation step on unsharded weights."""
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's test step on unsharded weights."""
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's predict step on unsharded weights."""
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self.engine.forward_pass(evaluation=True):
+                return step(*args, **kwargs)
+        except StopIteration:
+            # The step fetches for itself and has found its iterator empty.
+            if self._loader_ends is not None:
+                self._loader_ends.finish()
+            raise
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run backward; hooks after it find reduced gradients."""
+        module = self._connected_module()
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with self.engine.backward_pass():
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate the gradients of the backwards inside, however the stage keeps them."""
+        with self.engine.block_backward_sync():
+            yield
+
+    # -- loops
+
+    @override
+    def on_train_start(self) -> None:
+        """Compare from now on whether the ranks' training batches end together."""
+        self._compare_training_batches()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Answer a requeue signal; a reloaded dataloader is compared like the first."""
+        self._compare_training_batches()
+        if self._requeue is not None:
+            self._requeue.act_if_noted()
+
+    @override
+    def on_train_end(self) -> None:
+        """Answer a requeue signal that came with the last batch."""
+        if self._requeue is not None:
+            self._requeue.act_if_noted()
+
+    @override
+    def on_validation_start(self) -> None:
+        """Serve peers from each dataloader's end on this rank until all have ended."""
+        self._tell_loader_ends()
+
+    @override
+    def on_test_start(self) -> None:
+        """Serve peers from each dataloader's end on this rank until all have ended."""
+        self._tell_loader_ends()
+
+    @override
+    def on_predict_start(self) -> None:
+        """Serve peers from each dataloader's end on this rank until all have ended."""
+        self._tell_loader_ends()
+
+    def _tell_loader_ends(self) -> None:
+        trainer = self._connected_module().trainer
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        self._loader_ends = tell_loader_ends(loop, self.engine.end_evaluation)
+
+    def _compare_training_batches(self) -> None:
+        if self.world_size > 1:
+            compare_training_batches(self._connected_module().trainer.fit_loop, self._exchange)
+
+    def _exchange(self, number: int) -> list[int]:
+        rows = self.all_gather(torch.tensor([number], device=self.root_device))
+        return [int(n) for n in rows.flatten()]
+
+    # -- full values
+
+    def full_parameters(
+        self,
+        module_or_params: nn.Module | Iterable[nn.Parameter] | None = None,
+        writeback: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Inside the context the parameters have their full values on every rank; collective.
+
+        Args:
+            module_or_params: whose parameters; None: all.
+            writeback: keep edits that are made inside.
+        """
+        if self._engine is None:  # full values are all there is
+            return nullcontext()
+        return self._engine.full_parameters(module_or_params, writeback=writeback)
+
+    def full_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """Return the full reduced gradient of ``param`` on every rank, or None; collective."""
+        return self.engine.full_gradient(param)
+
+    def full_optimizer_state(self, param: nn.Parameter, key: str) -> Any:
+        """Return what ``param``'s optimizer keeps under ``key``, in full shape; collective.
+
+        Raises:
+            PhaseError: no optimizer of a fit has ``param``.
+        """
+        engine, optimizer = self._optimizer_of(param)
+        return engine.full_optimizer_state(optimizer, param, key)
+
+    def set_full_optimizer_state(self, param: nn.Parameter, key: str, value: Any) -> None:
+        """Give every rank its span of ``value`` as ``param``'s state under ``key``.
+
+        Raises:
+            PhaseError: no optimizer of a fit has ``param``.
+        """
+        engine, optimizer = self._optimizer_of(param)
+        engine.set_full_optimizer_state(optimizer, param, key, value)
+
+    def grad_norm(
+        self, params: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Return the norm of all gradients over all ranks, 0-d fp32; collective."""
+        return self.engine.grad_norm(params, norm_type=norm_type)
+
+    def memory_report(self) -> Any:
+        """Return this rank's bytes per role, measured from live storages."""
+        return self.engine.memory_report()
+
+    def _optimizer_of(self, param: nn.Parameter) -> tuple[Engine, Optimizer]:
+        if self._optimizer_engine is not None:
+            for optimizer in self.optimizers:
+                if any(p is param for group in optimizer.param_groups for p in group["params"]):
+                    return self._optimizer_engine, unwrapped(optimizer)
+        raise PhaseError(
+            "Expected a parameter of one of the fit's optimizers, got one that none of them has. "
+            "Call this during a fit or after it, with a parameter of the module."
+        )
+
+
+ZeroPlusStrategy.__module__ = "lightning_zeroplus"

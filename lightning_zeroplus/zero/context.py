@@ -1,0 +1,70 @@
+"""What all parts of one engine share: the transport, the order of operations, the policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from typing import Any
+
+import torch
+
+from lightning_zeroplus.comm.transport import Operation, Tag, Transport
+
+__all__ = ["Context"]
+
+
+class Context:
+    """One engine's transport and counters. Sequences are per channel and equal on all ranks."""
+
+    def __init__(self, transport: Transport, device: torch.device, *, gathers_on_access: bool) -> None:
+        self.transport = transport
+        self.device = device
+        self.gathers_on_access = gathers_on_access
+        self.labels: list[str] = []
+        self.evaluating = False
+        """Gathers are announced first, so that ranks whose loop has ended can serve them."""
+        self._weights = 0
+        self._gradients = 0
+        self.settle: Callable[[], None] = lambda: None
+        """Makes pending gradients right before they are read; set by the reducer."""
+
+        self.unshard_for_touch: Callable[[Any, str], None] = _no_residency
+        """Unshards a unit for an access under autograd; set by the residency."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the model."""
+        return self.transport.world_size
+
+    def label(self, unit: int) -> str:
+        """Return the name of a unit for messages."""
+        return self.labels[unit] if 0 <= unit < len(self.labels) else ""
+
+    def weights_tag(self, operation: Operation, unit: int, label: str = "") -> Tag:
+        """Return the next tag of the weights channel."""
+        self._weights += 1
+        return Tag(self._weights, operation, unit, label or self.label(unit))
+
+    def gradients_tag(self, operation: Operation, unit: int = -1, label: str = "") -> Tag:
+        """Return the next tag of the gradients channel."""
+        self._gradients += 1
+        return Tag(self._gradients, operation, unit, label or self.label(unit))
+
+    @torch.no_grad()
+    def gather_values(self, values: Sequence[float], unit: int, label: str) -> list[list[float]]:
+        """Return every rank's few numbers; collective on the weights channel."""
+        tag = self.weights_tag(Operation.TOUCH, unit, label)
+        mine = torch.tensor(list(values), dtype=torch.float64)
+        rows = torch.empty(mine.numel() * self.world_size, dtype=torch.float64)
+        self.transport.all_gather(rows, mine, tag).wait()
+        table: list[list[float]] = rows.view(self.world_size, -1).tolist()
+        return table
+
+
+def _no_residency(unit: object, name: str) -> None:
+    """Stand-in where all weights are resident."""

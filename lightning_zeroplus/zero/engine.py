@@ -1,0 +1,429 @@
+"""The engine: one module, sharded; the surface that strategies and users call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.comm.storage import BufferPool
+from lightning_zeroplus.comm.transport import Operation, Transport
+from lightning_zeroplus.config import EngineConfig
+from lightning_zeroplus.errors import ConfigError, PhaseError
+from lightning_zeroplus.layout.placement import STAGES, Placement
+from lightning_zeroplus.zero import build, state
+from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.hooks import BackwardEnd, ForwardHooks, SavedWeights, hook_gradients
+from lightning_zeroplus.zero.materialize import materialize
+from lightning_zeroplus.zero.memory import MemoryReport, measure
+from lightning_zeroplus.zero.model import agree_on_model, refuse_unusable, scan_parameters
+from lightning_zeroplus.zero.norm import power_sum, root_of
+from lightning_zeroplus.zero.plan import uses_by_module
+from lightning_zeroplus.zero.reduce import Reducer
+from lightning_zeroplus.zero.residency import Residency
+from lightning_zeroplus.zero.span_tensor import gather_full
+from lightning_zeroplus.zero.step import BoundOptimizer
+from lightning_zeroplus.zero.unit import Entry, Unit
+
+__all__ = ["Engine", "shard"]
+
+log = logging.getLogger(__name__)
+
+
+def shard(
+    module: nn.Module,
+    config: EngineConfig,
+    transport: Transport,
+    *,
+    device: torch.device | None = None,
+    originals: Mapping[str, torch.Tensor] | None = None,
+) -> Engine:
+    """Shard ``module`` in place over the ranks of ``transport``; collective.
+
+    Args:
+        module: its parameters stay the same objects; meta ones are materialised unit by unit.
+        config: equal on all ranks.
+        transport: the ranks that share the model.
+        device: where units live; None: where the parameters are.
+        originals: wider values of parameters that were cast before, by FQN, for the masters.
+
+    Raises:
+        ConfigError: a model that cannot be sharded, or one that differs between ranks.
+    """
+    return Engine(module, config, transport, device or torch.device("cpu"), originals or {})
+
+
+class Engine:
+    """One sharded module. Every method is collective unless it says *local*."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: EngineConfig,
+        transport: Transport,
+        device: torch.device,
+        originals: Mapping[str, torch.Tensor],
+    ) -> None:
+        row = STAGES[config.stage]
+        self.module = module
+        self.config = config
+        self.context = Context(
+            transport, device, gathers_on_access=config.unshard_on_access == "gather"
+        )
+        params = scan_parameters(module)
+        refuse_unusable(params)
+        agree_on_model(module, params, transport)
+        self.units: list[Unit] = build.make_units(module, params, config, self.context)
+        self._pool = BufferPool(device, keep=4)
+        self._weight_pool = BufferPool(device, keep=1 + config.prefetch)
+        build.allocate_units(self.units, config, self._weight_pool)
+        for unit in self.units:
+            materialize(module, unit)
+            build.fill_unit(unit, originals)
+        build.broadcast_buffers(self._buffers(), self.context)
+        self._entries = {id(e.param): e for u in self.units for e in u.entries}
+        self.by_name = {name: e for e in self._entries.values() for name in e.model.names}
+        self.zero_unused = config.unused_gradients == "zero"
+        self.reducer = Reducer(
+            self.units,
+            self.context,
+            self._pool,
+            defers=row.blocked_gradient is Placement.PARTIAL,
+        )
+        self.end = BackwardEnd()
+        self.residency = Residency(self.units, self.context, config.prefetch)
+        flat = [u for u in self.units if not u.weights.resident]
+        self._saved = SavedWeights(flat, self.residency, self.end)
+        self._forward_hooks = ForwardHooks(self.residency, self._saved)
+        self._handles: list[object] = [module.register_forward_pre_hook(_BeforeRoot(self))]
+        self._install_forward_hooks(flat)
+        self._bound: dict[int, BoundOptimizer] = {}
+        self._in_forward = False
+        self.closed = False
+        self.arm()
+
+    # -- set-up
+
+    def _install_forward_hooks(self, units: Sequence[Unit]) -> None:
+        if not units:
+            return
+        for root, needed in uses_by_module([u.plan for u in units]).items():
+            self._forward_hooks.install(root, [units[n] for n in needed])
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return list(self.module.buffers())
+
+    def arm(self) -> None:
+        """Notice parameters that need gradients by now. *Local.*"""
+        fresh = [
+            e for e in self._entries.values() if e.node is None and e.param.requires_grad
+        ]
+        self.reducer.arm()
+        for entry in fresh:
+            self._handles += hook_gradients(entry, self.reducer, self.end)
+
+    def find(self, param: torch.Tensor) -> Entry | None:
+        """Return the entry of a parameter of this module. *Local.*"""
+        entry = self._entries.get(id(param))
+        return entry if entry is not None and entry.param is param else None
+
+    def _required(self, param: torch.Tensor) -> Entry:
+        entry = self.find(param)
+        if entry is None:
+            raise ConfigError(
+                f"Expected a parameter of the sharded module, got one of shape "
+                f"{tuple(param.shape)} that is none. Pass the module's own parameter."
+            )
+        return entry
+
+    def master_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes in which optimizers step. *Local.*"""
+        found = {u.master_dtype for u in self.units if u.master_dtype.is_floating_point}
+        return sorted(found, key=str)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer`` step on shards from now on; its ``param_groups`` stay as they are.
+
+        Raises:
+            ConfigError: parameters outside the module, or an update that cannot be sharded.
+        """
+        if id(optimizer) not in self._bound:
+            self._bound[id(optimizer)] = BoundOptimizer(self, optimizer)
+
+    def detach_optimizers(self) -> None:
+        """Give all optimizers their own `step` back. *Local.*"""
+        for bound in self._bound.values():
+            bound.detach()
+        self._bound.clear()
+
+    # -- a step
+
+    @contextlib.contextmanager
+    def forward_pass(self, *, evaluation: bool = False) -> Iterator[None]:
+        """Bracket one training, validation, test or prediction step."""
+        self._open()
+        self.context.evaluating = evaluation and not torch.is_grad_enabled()
+        self.before_forward()
+        self._in_forward = True
+        self._saved.push()
+        try:
+            yield
+        except BaseException:
+            self.residency.reset()
+            raise
+        finally:
+            self._in_forward = False
+            self._saved.pop()
+        if not torch.is_grad_enabled():
+            self.residency.end_forward()
+
+    def before_forward(self) -> None:
+        """Arm new parameters, and broadcast buffers when training."""
+        if self._in_forward or torch._C._current_graph_task_id() != -1:
+            return
+        self.arm()
+        if torch.is_grad_enabled() and not self.reducer.blocked:
+            build.broadcast_buffers(self._buffers(), self.context)
+
+    @contextlib.contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Bracket one backward: gradients are reduced when it ends."""
+        self._open()
+        if self.end.bracketed:
+            yield
+            return
+        self.end.bracketed = True
+        try:
+            yield
+        except BaseException:
+            self.end.drop()
+            self.reducer.abort_backward()
+            self.residency.reset()
+            raise
+        finally:
+            self.end.bracketed = False
+        self.end.on_event(self.reducer.end_backward)
+        self.end.on_event(self.residency.end_backward)
+        self.end.flush()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Keep gradients unreduced inside, where the placements allow it. *Local.*"""
+        before = self.reducer.blocked
+        self.reducer.blocked = True
+        try:
+            yield
+        finally:
+            self.reducer.blocked = before
+
+    def finalize(self) -> None:
+        """Have every pending gradient reduced and ``p.grad`` right on every rank."""
+        self.reducer.finalize()
+
+    def end_window(self) -> None:
+        """Before an update: all Flat weights rest, edits kept. *Local.*"""
+        self.residency.end_window()
+
+    def end_evaluation(self) -> None:
+        """Serve peers' gathers until every rank has ended its evaluation loop."""
+        if any(not u.weights.resident for u in self.units):
+            self.residency.serve()
+        self.context.evaluating = False
+
+    # -- gradients
+
+    def _gradients(self, params: Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+        self.finalize()
+        entries = (
+            list(self._entries.values())
+            if params is None
+            else [self._required(p) for p in dict.fromkeys(params)]
+        )
+        grads = (self.reducer.read(e) for e in entries)
+        return [g for g in grads if g is not None]
+
+    def grad_norm(
+        self, params: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Return the norm over all (or the given) parameters' gradients, each once; 0-d fp32."""
+        return self._norm_of(self._gradients(params), float(norm_type))
+
+    def _norm_of(self, grads: list[torch.Tensor], order: float) -> torch.Tensor:
+        if order <= 0:
+            raise ConfigError(f"Expected a norm_type above 0, got {order}.")
+        mine = power_sum(grads, order)
+        tag = self.context.gradients_tag(Operation.NORM)
+        rows = self.context.transport.exchange([mine], tag)
+        values = [row[0] for row in rows]
+        if order == math.inf:
+            total = math.nan if any(map(math.isnan, values)) else max(values)
+        else:
+            total = root_of(math.fsum(values) if all(map(math.isfinite, values)) else sum(values), order)
+        return torch.tensor(total, dtype=torch.float32, device=self.context.device)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        params: Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``; return it before.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is changed.
+        """
+        grads = self._gradients(params)
+        norm = self._norm_of(grads, float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"The total norm of order {float(norm_type)} for gradients from `parameters` is "
+                f"non-finite, so it cannot be clipped."
+            )
+        scale = float(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+        for grad in grads:
+            grad.mul_(scale)
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_value_(self, params: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient element to ``[-value, value]``."""
+        for grad in self._gradients(params):
+            grad.clamp_(-value, value)
+
+    @torch.no_grad()
+    def unscale_gradients_(self, params: Iterable[torch.Tensor], inverse_scale: float) -> bool:
+        """Multiply gradients by ``inverse_scale``; return whether any rank saw a non-finite one."""
+        overflow = False
+        for grad in self._gradients(params):
+            grad.mul_(inverse_scale)
+            overflow = overflow or not bool(torch.isfinite(grad).all())
+        tag = self.context.gradients_tag(Operation.NORM)
+        rows = self.context.transport.exchange([float(overflow)], tag)
+        return any(row[0] for row in rows)
+
+    def full_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the reduced gradient of ``param`` in full, or None if the window has none."""
+        self.finalize()
+        entry = self._required(param)
+        local = self.reducer.read(entry)
+        return None if local is None else gather_full(entry, local, "full_gradient")
+
+    # -- full views
+
+    @contextlib.contextmanager
+    def full_parameters(
+        self,
+        module_or_params: nn.Module | Iterable[torch.Tensor] | None = None,
+        writeback: bool = False,
+    ) -> Iterator[None]:
+        """Have full weights there inside; with ``writeback`` edits survive, else they are undone."""
+        self._open()
+        if isinstance(module_or_params, nn.Module):
+            module_or_params = list(module_or_params.parameters())
+        if module_or_params is None:
+            units = self.units
+        else:
+            found = (self._required(p).unit for p in module_or_params)
+            units = list(dict.fromkeys(found))
+        with state.unsharded(units, self.residency, writeback=writeback):
+            yield
+
+    # -- state
+
+    def iterate_full_state(self, keep_on: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield every parameter by every name, then buffers; on the CPU of rank ``keep_on``."""
+        self._open()
+        yield from state.iterate_full_state(self, keep_on)
+
+    def load_full_state(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take this rank's spans from full tensors; return missing and unexpected names.
+
+        Raises:
+            CheckpointError: names or shapes that do not fit, all listed.
+        """
+        self._open()
+        return state.load_full_state(self, state_dict, strict=strict)
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, param: torch.Tensor, key: str
+    ) -> torch.Tensor:
+        """Return one state tensor of ``param`` in full."""
+        return state.full_optimizer_state(self, optimizer, self._required(param), key)
+
+    def set_full_optimizer_state(
+        self, optimizer: Optimizer, param: torch.Tensor, key: str, value: torch.Tensor
+    ) -> None:
+        """Set this rank's span of one state tensor from a full one. *Local.*"""
+        state.set_full_optimizer_state(optimizer, self._required(param), key, value)
+
+    def full_optimizer_state_dict(
+        self, optimizer: Optimizer, keep_on: int = 0
+    ) -> dict[str, object]:
+        """Return torch's own state dict with full tensors on rank ``keep_on``, ``{}`` elsewhere."""
+        return state.full_optimizer_state_dict(self, optimizer, keep_on)
+
+    def load_full_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, object]
+    ) -> None:
+        """Take this rank's spans of a full optimizer state dict. *Local.*"""
+        state.load_full_optimizer_state_dict(self, optimizer, state_dict)
+
+    def memory_report(self) -> MemoryReport:
+        """Return the bytes this rank holds by role, from live tensors. *Local.*"""
+        return measure(self.units, [b.optimizer for b in self._bound.values()], self._pools())
+
+    def _pools(self) -> list[BufferPool]:
+        return [self._pool, self._weight_pool]
+
+    # -- the end
+
+    def _open(self) -> None:
+        if self.closed:
+            raise PhaseError("Expected a live engine, got a closed one. Shard the module again.")
+
+    def close(self) -> None:
+        """Put full weights into ordinary memory and let go of the module."""
+        if self.closed:
+            return
+        self.residency.reset()
+        self.end_window()
+        self.reducer.settle_flying()
+        state.leave_module(self)
+        self.detach_optimizers()
+        self._forward_hooks.remove()
+        for handle in self._handles:
+            handle.remove()  # type: ignore[attr-defined]
+        self._handles.clear()
+        self._pool.clear()
+        self._weight_pool.clear()
+        self.closed = True
+
+
+class _BeforeRoot:
+    """Pre-forward hook of the root module, for loops without `Engine.forward_pass`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._engine.before_forward()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        return _nothing
+
+    def __reduce__(self) -> object:
+        return _nothing.__class__, ()
+
+
+def _nothing(*args: object) -> None:
+    """What a copied module gets instead of a hook into this engine."""
+

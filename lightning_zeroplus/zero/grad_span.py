@@ -1,0 +1,41 @@
+"""The gradient that a parameter's own slot shows: this rank's span of the reduced gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_zeroplus.zero.span_tensor import SpanTensor
+from lightning_zeroplus.zero.unit import Entry
+
+__all__ = ["GradSpan", "read_slot", "write_slot"]
+
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+class GradSpan(SpanTensor):
+    """The accumulated gradient of one parameter; reading it settles what is still pending."""
+
+    @classmethod
+    def of(cls, entry: Entry) -> GradSpan:
+        """Return the gradient of ``entry``; it has the accumulator's dtype."""
+        made = SpanTensor.__new__(cls, entry, None, entry.unit.master_dtype)
+        made.__init__(entry, None, entry.unit.master_dtype)  # type: ignore[misc]
+        return made  # type: ignore[return-value]
+
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's elements of the accumulator, 1-D; writes count."""
+        self._entry.unit.context.settle()
+        return self._entry.unit.grad_view(self._entry.index)
+
+
+def read_slot(param: torch.Tensor) -> torch.Tensor | None:
+    """Return ``param.grad`` past any Python class of the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _get_grad(param)  # type: ignore[no-any-return]
+
+
+def write_slot(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad`` past any Python class of the parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _set_grad(param, grad)

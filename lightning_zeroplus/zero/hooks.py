@@ -1,0 +1,250 @@
+"""Where the engine hangs on the module and on autograd. Hooks hold no state and no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_zeroplus.comm.transport import Operation
+from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.zero.reduce import Reducer
+from lightning_zeroplus.zero.residency import Residency
+from lightning_zeroplus.zero.unit import Entry, Unit
+
+__all__ = ["BackwardEnd", "ForwardHooks", "SavedWeights", "hook_gradients"]
+
+_autograd = torch._C._autograd
+
+
+class BackwardEnd:
+    """Runs what is due once at the end of the outermost backward."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._due: list[Callable[[], None]] = []
+        self.bracketed = False
+
+    def on_event(self, then: Callable[[], None]) -> None:
+        """Have ``then`` run once when the backward that is running now ends."""
+        if then not in self._due:
+            self._due.append(then)
+        task = torch._C._current_graph_task_id()
+        if self.bracketed or task == self._task or task == -1:
+            return
+        # Keyed by task: an exception drops the callback, and the next backward queues its own.
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+
+    def flush(self) -> None:
+        """Run and forget what is due."""
+        self._task = -1
+        due, self._due = self._due, []
+        for then in due:
+            then()
+
+    def drop(self) -> None:
+        """Forget what is due."""
+        self._task = -1
+        self._due = []
+
+
+class _Stash:
+    __slots__ = ("_entry", "_reducer")
+
+    def __init__(self, entry: Entry, reducer: Reducer) -> None:
+        self._entry = entry
+        self._reducer = reducer
+
+    def __call__(self, grads: object) -> None:
+        self._reducer.stash(self._entry)
+
+
+class _Land:
+    __slots__ = ("_end", "_entry", "_reducer")
+
+    def __init__(self, entry: Entry, reducer: Reducer, end: BackwardEnd) -> None:
+        self._entry = entry
+        self._reducer = reducer
+        self._end = end
+
+    def __call__(self, grads_in: object, grads_out: object) -> None:
+        self._end.on_event(self._reducer.end_backward)
+        self._reducer.land(self._entry)
+
+
+def hook_gradients(entry: Entry, reducer: Reducer, end: BackwardEnd) -> list[Any]:
+    """Hang on the AccumulateGrad node of a trainable parameter; return the handles.
+
+    The node's own hooks run after every hook that the user put on the parameter.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(entry.param).node
+    entry.node = node
+    return [
+        node.register_prehook(_Stash(entry, reducer)),
+        node.register_hook(_Land(entry, reducer, end)),
+    ]
+
+
+class SavedWeights:
+    """Saved-tensor hooks: what autograd saves of a unit's weights is found again at its unpack."""
+
+    def __init__(self, units: Sequence[Unit], residency: Residency, end: BackwardEnd) -> None:
+        self._by_storage = {u.weights.flat.untyped_storage()._cdata: u for u in units}
+        self._residency = residency
+        self._end = end
+        self._pushed: list[bool] = []
+
+    def push(self) -> None:
+        """Put the hooks on top, unless they are there or functorch refuses them."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._pushed.append(False)
+            return
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and getattr(top[0], "owner", None) is self:
+            self._pushed.append(False)
+            return
+        pack, unpack = self._pair(top)
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._pushed.append(True)
+
+    def pop(self) -> None:
+        """Undo the last `push`."""
+        if self._pushed and self._pushed.pop():
+            _autograd._pop_saved_tensors_default_hooks()
+
+    def _pair(self, outer: Any) -> tuple[Any, Any]:
+        by_storage = self._by_storage
+
+        def pack(tensor: torch.Tensor) -> Any:
+            try:
+                unit = by_storage.get(tensor.untyped_storage()._cdata)
+            except (RuntimeError, NotImplementedError, PhaseError):
+                unit = None
+            if unit is None:
+                return tensor if outer is None else _Outer(outer[0](tensor))
+            leaf = tensor if tensor.is_leaf and tensor.requires_grad else None
+            return _Packed(unit, tensor.detach(), tensor._version, leaf)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, _Packed):
+                return self._unpack(packed)
+            if isinstance(packed, _Outer):
+                return outer[1](packed.value)  # type: ignore[no-any-return]
+            return packed  # type: ignore[no-any-return]
+
+        pack.owner = self  # type: ignore[attr-defined]
+        return pack, unpack
+
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        unit = packed.unit
+        if packed.alias._version != packed.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a weight of unit {unit.name} is at version "
+                f"{packed.alias._version}; expected version {packed.version} instead."
+            )
+        self._end.on_event(self._residency.end_backward)
+        if torch.is_grad_enabled():
+            self._residency.hold(unit)
+        self._residency.need(unit, Operation.BACKWARD)
+        return packed.alias if packed.leaf is None else packed.leaf
+
+
+class _Packed:
+    __slots__ = ("alias", "leaf", "unit", "version")
+
+    def __init__(
+        self, unit: Unit, alias: torch.Tensor, version: int, leaf: torch.Tensor | None
+    ) -> None:
+        self.unit = unit
+        self.alias = alias
+        self.version = version
+        self.leaf = leaf
+
+
+class _Outer:
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class _Nothing:
+    """What a copied module gets instead of hooks into this engine."""
+
+    def __call__(self, *args: object) -> None:
+        return None
+
+
+class _Enter:
+    def __init__(self, hooks: ForwardHooks, units: Sequence[Unit]) -> None:
+        self._hooks = hooks
+        self._units = units
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._hooks.enter(self._units)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        return _Nothing()
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Leave(_Enter):
+    def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
+        self._hooks.leave(self._units)
+
+
+class ForwardHooks:
+    """Unshards the units of a module around its forward."""
+
+    def __init__(self, residency: Residency, saved: SavedWeights) -> None:
+        self._residency = residency
+        self._saved = saved
+        self._entered: list[int] = []
+        self._handles: list[Any] = []
+
+    def install(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Hook one module; ``units`` are unsharded in the given order."""
+        self._handles.append(
+            module.register_forward_pre_hook(_disabled(_Enter(self, units)))
+        )
+        self._handles.append(
+            module.register_forward_hook(_disabled(_Leave(self, units)), always_call=True)
+        )
+
+    def enter(self, units: Sequence[Unit]) -> None:
+        """A hooked module starts."""
+        self._entered.append(0)
+        for unit in units:
+            self._residency.enter(unit)
+            self._entered[-1] += 1
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            for unit in units:
+                self._residency.hold(unit)
+        self._saved.push()
+
+    def leave(self, units: Sequence[Unit]) -> None:
+        """A hooked module has ended or raised."""
+        if not self._entered:
+            return
+        count = self._entered.pop()
+        if count == len(units):
+            self._saved.pop()
+        for unit in units[:count]:
+            self._residency.leave(unit)
+
+    def remove(self) -> None:
+        """Unhook everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _disabled(hook: _Enter) -> Any:
+    return hook

@@ -1,0 +1,86 @@
+"""Does an optimizer survive sharding? Asked of the optimizer itself.
+
+Its class steps small 2-D tensors whole, and again cut into flat spans as ranks would hold them. An
+optimizer whose update of an element looks at other elements (a norm, a matrix, a line search)
+gives other numbers, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zeroplus.errors import ConfigError
+
+__all__ = ["probe_optimizer"]
+
+_STEPS = 3
+_SHAPES = ((16, 12), (8, 24))
+_CUT = 64
+
+
+def probe_optimizer(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> None:
+    """Check that ``optimizer`` may step on spans. *Local*, and leaves it untouched.
+
+    Raises:
+        ConfigError: its class mixes elements, or needs a closure or whole matrices.
+    """
+    for dtype in dtypes:
+        problem = _difference(optimizer, dtype)
+        if problem:
+            raise ConfigError(
+                f"Expected an optimizer that updates each element by itself, got "
+                f"{type(optimizer).__name__}, {problem}. Use an elementwise one (SGD, Adam, AdamW, "
+                f"Adagrad, RMSprop, Lion, ...), or an unsharded strategy such as 'ddp'."
+            )
+
+
+def _difference(optimizer: Optimizer, dtype: torch.dtype) -> str:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(s, generator=generator).to(dtype) for s in _SHAPES]
+    grads = [
+        [torch.randn(s, generator=generator).to(dtype) for s in _SHAPES] for _ in range(_STEPS)
+    ]
+    try:
+        whole = _run(optimizer, [w.clone() for w in weights], grads)
+        parts = []
+        for cut in (slice(0, _CUT), slice(_CUT, None)):
+            local = [w.reshape(-1)[cut].clone() for w in weights]
+            local_grads = [[g.reshape(-1)[cut].clone() for g in row] for row in grads]
+            parts.append(_run(optimizer, local, local_grads))
+    except Exception as error:  # noqa: BLE001 - whatever a foreign optimizer raises is the answer
+        return f"which fails on flat spans ({type(error).__name__}: {str(error)[:120]})"
+    if any(torch.equal(after, before) for after, before in zip(whole, weights, strict=True)):
+        return "which leaves the parameters of its param_groups as they were"
+    for n, weight in enumerate(whole):
+        joined = torch.cat([part[n] for part in parts])
+        if not torch.allclose(joined, weight.reshape(-1), rtol=1e-5, atol=1e-6, equal_nan=True):
+            return "whose update of one element depends on others"
+    return ""
+
+
+def _run(
+    optimizer: Optimizer, weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    twin = copy.copy(optimizer)
+    twin.__dict__ = dict(optimizer.__dict__)
+    twin.__dict__.pop("step", None)
+    twin.__dict__["state"] = defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[name] = OrderedDict()
+    group: dict[str, Any] = dict(optimizer.param_groups[0])
+    # A small learning rate would hide a difference below the tolerance.
+    if isinstance(group.get("lr"), float):
+        group["lr"] = 0.1
+    params = [w.requires_grad_() for w in weights]
+    twin.__dict__["param_groups"] = [{**group, "params": params}]
+    for row in grads:
+        for param, grad in zip(params, row, strict=True):
+            param.grad = grad.clone()
+        type(optimizer).step(twin)
+    return [p.detach() for p in params]

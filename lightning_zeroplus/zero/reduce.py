@@ -1,0 +1,289 @@
+"""When gradients leave: landing, launching in a fixed order, and what is left at the end.
+
+All ranks launch reductions in one order, whatever order their gradients come in, so that a
+parameter which is unused on one rank never mixes two units. A round covers every unit that trains;
+headers carry which parameters had a gradient on which rank. What a blocked backward left Partial,
+or what landed again after its unit had left, goes with the next round; before gradients are read
+the ranks agree, in one small exchange, whether such a round is due.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from lightning_zeroplus.comm.storage import BufferPool
+from lightning_zeroplus.comm.transport import Operation
+from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.grad_span import GradSpan, read_slot, write_slot
+from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
+
+__all__ = ["Reducer"]
+
+_MOST_IN_FLIGHT = 2
+_PATIENCE_S = 1.0
+
+
+class Reducer:
+    """Owns the order of reductions of one engine."""
+
+    def __init__(
+        self, units: Sequence[Unit], context: Context, pool: BufferPool, *, defers: bool
+    ) -> None:
+        self._context = context
+        self._pool = pool
+        self._defers = defers
+        self._order = list(reversed(units))
+        self._units = list(units)
+        self._scale = 1.0 / context.world_size
+        self._position = 0
+        self._flying: deque[Unit] = deque()
+        self._missing: dict[int, int] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._completed: list[int] = []
+        self._order_is_fixed = len(units) < 2 or context.world_size == 1
+        self._dirty = False
+        self.blocked = False
+        context.settle = self.finalize
+
+    # -- layout of what trains
+
+    def arm(self) -> None:
+        """Give every parameter that needs gradients, now or earlier, room in its unit's bucket."""
+        due = [u for u in self._units if self._wanted(u) != u.trained]
+        if not due:
+            return
+        self.settle_flying()
+        for unit in due:
+            unit.train(
+                self._wanted(unit),
+                self._pool,
+                block_nbytes=0 if self._defers else self._largest_nbytes(),
+                permanent=self._defers,
+            )
+            for index in unit.trained:
+                entry = unit.entries[index]
+                if entry.slot is None:
+                    entry.slot = GradSpan.of(entry)
+
+    @staticmethod
+    def _wanted(unit: Unit) -> tuple[int, ...]:
+        known = set(unit.trained)
+        return tuple(
+            e.index for e in unit.entries if e.index in known or e.param.requires_grad
+        )
+
+    def _largest_nbytes(self) -> int:
+        wanted = ((u, self._wanted(u)) for u in self._units)
+        return max((u.lay_out_gradients(w).block_nbytes for u, w in wanted if w), default=0)
+
+    # -- during backward
+
+    def stash(self, entry: Entry) -> None:
+        """Take the slot's gradient away before autograd adds to it."""
+        slot = read_slot(entry.param)
+        entry.stashed = slot
+        if slot is not None:
+            write_slot(entry.param, None)
+
+    @torch.no_grad()
+    def land(self, entry: Entry) -> None:
+        """Move the gradient that autograd left in the slot into the bucket."""
+        unit = entry.unit
+        bucket = unit.bucket
+        held, entry.stashed = entry.stashed, None
+        grad = read_slot(entry.param)
+        if grad is None or bucket is None or isinstance(grad, GradSpan):
+            write_slot(entry.param, held if grad is None else grad)
+            return
+        if grad.requires_grad:
+            raise PhaseError(
+                f"Expected a backward without create_graph, got one ({entry.fqn}). "
+                f"Use torch.autograd.grad(..., create_graph=True) for higher derivatives."
+            )
+        if held is not None and held is not entry.slot:
+            self._adopt(entry, held)
+            held = entry.slot
+        entry.valid = entry.valid and held is not None
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if unit in self._flying and bucket.in_flight and self._defers:
+            self.settle_flying()
+        add = bucket.landed[entry.index] and held is not None
+        self._count(unit, entry)
+        bucket.land(entry.index, entry.cut(memory_order(grad, entry.model)), self._scale, add=add)
+        write_slot(entry.param, entry.slot)
+        if not (self.blocked and self._defers) and self._missing.get(unit.number) == 0:
+            self._launch_ready()
+
+    def _count(self, unit: Unit, entry: Entry) -> None:
+        missing = self._missing.get(unit.number)
+        if missing is None:
+            missing = sum(unit.entries[i].param.requires_grad for i in unit.trained)
+            self._missing[unit.number] = missing
+            self._first_landing(unit)
+        assert unit.bucket is not None
+        key = (unit.number, entry.index)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._missing[unit.number] = missing - 1
+            if missing == 1:
+                self._completed.append(unit.number)
+
+    def _first_landing(self, unit: Unit) -> None:
+        if len(self._missing) == 1:
+            self._seen.clear()
+
+    def _launch_ready(self) -> None:
+        while self._position < len(self._order):
+            unit = self._order[self._position]
+            if self._takes_part(unit):
+                if self._missing.get(unit.number) != 0:
+                    return
+                self._start(unit)
+            self._position += 1
+
+    @staticmethod
+    def _takes_part(unit: Unit) -> bool:
+        if unit.bucket is None or not unit.trained:
+            return False
+        return any(unit.entries[i].param.requires_grad for i in unit.trained) or any(
+            unit.bucket.landed.values()
+        )
+
+    def _start(self, unit: Unit) -> None:
+        assert unit.bucket is not None
+        if len(self._flying) >= _MOST_IN_FLIGHT:
+            self._wait_a_little(self._flying[0])
+        # A slot emptied since the landing means that the user dropped that gradient.
+        for index, landed in unit.bucket.landed.items():
+            entry = unit.entries[index]
+            if landed and read_slot(entry.param) is None and entry.stashed is None:
+                unit.bucket.landed[index] = False
+        unit.bucket.start_reduce(self._context.gradients_tag(Operation.REDUCE, unit.number))
+        self._flying.append(unit)
+
+    def _wait_a_little(self, unit: Unit) -> None:
+        # Bounded: a peer may need a gather of ours before it can launch this reduction.
+        assert unit.bucket is not None
+        deadline = time.monotonic() + _PATIENCE_S
+        while not unit.bucket.is_reduced():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.0001)
+        self._finish(self._flying.popleft())
+
+    @torch.no_grad()
+    def _finish(self, unit: Unit) -> None:
+        assert unit.bucket is not None
+        reduced = unit.bucket.finish_reduce()
+        entries = [unit.entries[i] for i in unit.trained]
+        for entry in entries:
+            slot = read_slot(entry.param) if entry.stashed is None else entry.stashed
+            if slot is None:
+                entry.valid = False
+            elif slot is not entry.slot:
+                self._adopt(entry, slot)
+        unit.accumulate(reduced.terms, reduced.used)
+        unit.bucket.release()
+        for entry, used in zip(entries, reduced.used, strict=True):
+            if used:
+                entry.valid = True
+                if entry.stashed is None:
+                    write_slot(entry.param, entry.slot)
+
+    def settle_flying(self) -> None:
+        """Finish every reduction under way, in order."""
+        while self._flying:
+            self._finish(self._flying.popleft())
+
+    # -- the end of a backward, and reading
+
+    def end_backward(self) -> None:
+        """Launch what is left of the round and wait for all of it; collective unless blocked."""
+        self._missing.clear()
+        self._dirty = True
+        if self.blocked and self._defers:
+            self._completed.clear()
+            return
+        self._round()
+
+    def _round(self) -> None:
+        while self._position < len(self._order):
+            unit = self._order[self._position]
+            if self._takes_part(unit):
+                self._start(unit)
+            self._position += 1
+        self._position = 0
+        self.settle_flying()
+
+    def abort_backward(self) -> None:
+        """Forget how far a backward that raised had come; what landed stays. *Local.*"""
+        self._missing.clear()
+        self._completed.clear()
+        self._position = 0
+        for unit in self._units:
+            for entry in unit.entries:
+                if entry.stashed is not None:
+                    write_slot(entry.param, entry.stashed)
+                    entry.stashed = None
+
+    def _leftover(self) -> bool:
+        return any(u.bucket is not None and any(u.bucket.landed.values()) for u in self._units)
+
+    def finalize(self) -> None:
+        """Make accumulators and slots right on every rank; collective, and free when they are."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        leftover = self._leftover()
+        if self._context.world_size > 1:
+            order = 0 if self._order_is_fixed else self._order_digest()
+            tag = self._context.gradients_tag(Operation.FINALIZE)
+            rows = self._context.transport.exchange([float(leftover), float(order)], tag)
+            leftover = any(row[0] for row in rows)
+            if not self._order_is_fixed and order and len({row[1] for row in rows}) == 1:
+                self._adopt_order()
+        self._completed.clear()
+        if leftover:
+            self._round()
+
+    def _order_digest(self) -> int:
+        taking = [u.number for u in self._units if self._takes_part(u)]
+        done = self._completed[: len(taking)]
+        if sorted(done) != sorted(taking):
+            return 0
+        return zlib.crc32(",".join(map(str, done)).encode()) or 1
+
+    def _adopt_order(self) -> None:
+        first = {number: n for n, number in reversed(list(enumerate(self._completed)))}
+        self._order.sort(key=lambda u: first.get(u.number, len(self._units)))
+        self._order_is_fixed = True
+
+    @torch.no_grad()
+    def _adopt(self, entry: Entry, grad: torch.Tensor) -> None:
+        """Take a gradient that the user put into the slot as the accumulated one."""
+        if entry.slot is None:
+            return
+        owned = entry.slot.span
+        flat = memory_order(grad.detach().to(entry.unit.master_dtype), entry.model)
+        entry.unit.grad_view(entry.index).copy_(flat[owned.start : owned.stop])
+        entry.valid = True
+        write_slot(entry.param, entry.slot)
+
+    def read(self, entry: Entry) -> torch.Tensor | None:
+        """Return the own span of a finalized gradient, or None if the window has none. *Local.*"""
+        slot = read_slot(entry.param)
+        if slot is None:
+            entry.valid = False
+            return None
+        if slot is not entry.slot:
+            if entry.index not in entry.unit.trained:
+                return None
+            self._adopt(entry, slot)
+        return entry.unit.grad_view(entry.index)

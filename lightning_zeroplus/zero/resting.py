@@ -1,0 +1,242 @@
+"""What a sharded parameter is between its uses: the same object, of a resting class.
+
+Metadata, hooks, identity and ``requires_grad`` answer as always; elementwise updates and a few
+reductions under ``no_grad`` run on the shard; anything else gathers, on all ranks together, or is
+refused, as the settings say.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.zero.span_tensor import SpanTensor, gather_full
+from lightning_zeroplus.zero.unit import Entry
+
+__all__ = ["RestMixin", "WeightSpan", "entry_of", "resting_class", "rest_register"]
+
+_ENTRIES: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+
+
+def rest_register(entry: Entry) -> None:
+    """Make ``entry`` findable from its parameter."""
+    _ENTRIES[id(entry.param)] = entry
+
+
+def entry_of(param: torch.Tensor) -> Entry | None:
+    """Return the entry of a parameter of a live engine, or None."""
+    entry = _ENTRIES.get(id(param))
+    return entry if entry is not None and entry.param is param else None
+
+
+class WeightSpan(SpanTensor):
+    """This rank's span of a resting weight; writes count."""
+
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's elements of the weight shard, 1-D. *Local.*"""
+        unit = self._entry.unit
+        return unit.weights.shard[unit.shard_range(self._entry.index)]
+
+    def _may_gather(self, operation: str) -> None:
+        if not self._entry.unit.context.gathers_on_access:
+            raise PhaseError(refusal(self._entry, operation))
+
+
+def refusal(entry: Entry, operation: str) -> str:
+    """Return what an access to a resting weight says when it is refused."""
+    return (
+        f"Expected a full weight, got the sharded parameter {entry.fqn!r} at rest in {operation} "
+        f"(rank {entry.unit.context.rank}). Wrap the access in full_parameters(...) on every rank, "
+        f"or set unshard_on_access='gather'."
+    )
+
+
+def weight_span(entry: Entry) -> WeightSpan:
+    """Return the resting weight of ``entry`` as a span tensor."""
+    made = SpanTensor.__new__(WeightSpan, entry, None, entry.unit.dtype)
+    made.__init__(entry, None, entry.unit.dtype)  # type: ignore[misc]
+    return made  # type: ignore[return-value]
+
+
+def _getters(*names: str) -> set[Any]:
+    found = (getattr(torch.Tensor, name, None) for name in names)
+    return {descriptor.__get__ for descriptor in found if descriptor is not None}
+
+
+_T = torch.Tensor
+_LOCAL = {
+    *_getters(
+        "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "ndim", "names",
+        "_version", "grad_fn", "is_sparse", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta",
+        "is_quantized", "itemsize", "nbytes", "retains_grad", "output_nr", "_backward_hooks",
+        "_post_accumulate_grad_hooks", "is_nested", "is_mkldnn", "_base", "grad_dtype",
+    ),
+    _T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__, _T._backward_hooks.__set__,
+    _T._post_accumulate_grad_hooks.__set__, _T.grad_dtype.__set__,
+    _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.storage_offset, _T.is_contiguous,
+    _T.element_size, _T.requires_grad_, _T.register_hook, _T.is_floating_point, _T.is_complex,
+    _T.register_post_accumulate_grad_hook, _T.__hash__, _T.is_inference, _T.ndimension,
+    _T.is_shared, _T.is_pinned, _T.type_as, _T.get_device, _T.retain_grad, _T.__len__,
+    _T.is_signed, _T.is_neg, _T.is_conj, _T._is_view, _T.is_same_size, _T.dim_order,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+    torch._has_compatible_shallow_copy_type, torch.autograd.graph.get_gradient_edge,
+    torch.is_same_size, torch.is_conj, torch.is_neg, torch.is_inference,
+}  # fmt: skip
+_LOCAL -= {_T.type_as, _T.is_shared, _T.is_pinned}
+
+
+class RestMixin:
+    """Mixed in front of the parameter's own class while its unit rests."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _LOCAL:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _access(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        entry = _required(self)
+        span = weight_span(entry).span
+        return (
+            f"Parameter({entry.fqn}, shape={tuple(entry.model.shape)}, dtype={entry.unit.dtype}, "
+            f"sharded, rank {entry.unit.context.rank} holds [{span.start}, {span.stop}))"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        entry = _required(self)
+        copy = entry.unit.user_classes[entry.index](
+            _full(entry, "deepcopy"), entry.param.requires_grad
+        )
+        memo[id(self)] = copy
+        return copy  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        entry = _required(self)
+        raise PhaseError(
+            f"Expected full weights to pickle, got the sharded parameter {entry.fqn!r} at rest. "
+            f"Save trainer.save_checkpoint(...), or wrap in full_parameters(...) on every rank."
+        )
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the full weight as a tensor of its own; collective."""
+        entry = _required(self)
+        return gather_full(entry, weight_span(entry).to_local(), "full_tensor")
+
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's elements of the weight, 1-D. *Local.*"""
+        return weight_span(_required(self)).to_local()
+
+
+def _required(param: object) -> Entry:
+    entry = _ENTRIES.get(id(param))
+    if entry is None:
+        raise PhaseError("Expected a parameter of a live engine, got one whose engine is gone.")
+    return entry
+
+
+def _full(entry: Entry, operation: str) -> torch.Tensor:
+    span = weight_span(entry)
+    span._may_gather(operation)
+    return gather_full(entry, span.to_local(), operation)
+
+
+def _resting_entries(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
+    items, _ = tree_flatten((args, kwargs))
+    return [_required(item) for item in items if isinstance(item, RestMixin)]
+
+
+def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func == _T.data.__set__:
+        return _set_data(args[0], args[1])
+    if func == _T.data.__get__ or func is _T.detach:
+        return weight_span(_required(args[0]))
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+    if func in _NO_MEMORY:
+        raise PhaseError(refusal(_required(args[0]), name))
+    entries = _resting_entries(args, kwargs)
+    tracked = torch.is_grad_enabled()
+    if not tracked:
+        return _on_spans(func, args, kwargs)
+    for entry in entries:
+        if not entry.unit.context.gathers_on_access:
+            raise PhaseError(refusal(entry, name))
+    for unit in dict.fromkeys(entry.unit for entry in entries):
+        unit.context.unshard_for_touch(unit, name)
+    return func(*args, **kwargs)
+
+
+_NO_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.share_memory_, _T.set_, _T.resize_}
+
+
+def _set_data(param: Any, value: torch.Tensor) -> None:
+    entry = _required(param)
+    same_kind = value.dtype == entry.unit.dtype and value.device == entry.unit.device
+    if isinstance(value, SpanTensor) and value._entry is entry and same_kind:
+        local = value.to_local()
+        mine = weight_span(entry).to_local()
+        if local.data_ptr() != mine.data_ptr():
+            with torch.no_grad():
+                mine.copy_(local)
+            torch.autograd.graph.increment_version(entry.param)
+        return
+    if value is param:
+        return
+    if value.shape != entry.model.shape or not same_kind:
+        raise PhaseError(
+            f"Expected data of shape {tuple(entry.model.shape)}, {entry.unit.dtype} on "
+            f"{entry.unit.device} for {entry.fqn!r} at rest, got {tuple(value.shape)}, "
+            f"{value.dtype} on {value.device}. Convert the model before training starts."
+        )
+    with torch.no_grad():
+        weight_span(entry).copy_(value.detach())
+    torch.autograd.graph.increment_version(entry.param)
+
+
+def _on_spans(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    seen: dict[int, tuple[WeightSpan, Any]] = {}
+
+    def stand_in(item: Any) -> Any:
+        if not isinstance(item, RestMixin):
+            return item
+        span = weight_span(_required(item))
+        seen[id(span)] = (span, item)
+        return span
+
+    new_args = tree_map(stand_in, args)
+    new_kwargs = tree_map(stand_in, kwargs)
+    out = func(*new_args, **new_kwargs)
+    if _writes(func):
+        for _, param in seen.values():
+            torch.autograd.graph.increment_version(param)
+    return tree_map(lambda o: seen[id(o)][1] if id(o) in seen else o, out)
+
+
+def _writes(func: Any) -> bool:
+    name = str(getattr(func, "__name__", ""))
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def resting_class(user_class: type) -> type:
+    """Return the resting class of parameters of ``user_class``, one per class."""
+    found = _CLASSES.get(user_class)
+    if found is None:
+        found = type(user_class.__name__, (RestMixin, user_class), {"__slots__": ()})
+        _CLASSES[user_class] = found
+    return found

@@ -1,0 +1,184 @@
+"""The optimizer's step on shards: swap in, step, swap back, refresh.
+
+The user's ``param_groups`` hold the user's parameters at all times but inside `step`, from the end
+of the closure (clipping and hooks inside it see the parameters) to its return.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zeroplus.comm.transport import Operation
+from lightning_zeroplus.errors import ConfigError, name_offenders
+from lightning_zeroplus.zero.probe import probe_optimizer
+from lightning_zeroplus.zero.unit import Entry, Unit
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.zero.engine import Engine
+
+__all__ = ["BoundOptimizer"]
+
+
+class BoundOptimizer:
+    """One of the user's optimizers, stepping on shards.
+
+    Raises:
+        ConfigError: it holds parameters outside the module, or its update cannot be sharded.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self._engine = weakref.ref(engine)
+        self.optimizer = optimizer
+        self._refuse_foreign(engine)
+        if engine.context.world_size > 1:
+            probe_optimizer(optimizer, engine.master_dtypes())
+        self._had_step = "step" in optimizer.__dict__
+        self._step: Callable[..., Any] = optimizer.step
+        self._swapped: list[tuple[dict[str, Any], list[Any]]] = []
+        self._units: list[Unit] = []
+        optimizer.step = self._wrapped()  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        """Give the optimizer its own `step` back. *Local.*"""
+        if self._had_step:
+            self.optimizer.step = self._step  # type: ignore[method-assign]
+        else:
+            self.optimizer.__dict__.pop("step", None)
+
+    def _refuse_foreign(self, engine: Engine) -> None:
+        foreign = [
+            f"group {g} position {n} {tuple(p.shape)}"
+            for g, group in enumerate(self.optimizer.param_groups)
+            for n, p in enumerate(group["params"])
+            if engine.find(p) is None
+        ]
+        if foreign:
+            raise ConfigError(
+                f"Expected optimizer parameters that belong to the module, got others: "
+                f"{name_offenders(foreign)}. Register them in the module."
+            )
+
+    def _wrapped(self) -> Callable[..., Any]:
+        inner = self._step
+        ref = weakref.ref(self)
+
+        @functools.wraps(inner)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            bound = ref()
+            if bound is None:
+                return inner(*args, **kwargs)
+            closure = args[0] if args else kwargs.pop("closure", None)
+            rest = args[1:]
+            if closure is None:
+                return bound._run(lambda: inner(*rest, **kwargs), swap_first=True)
+            wrapped = bound._closing(closure)
+            return bound._run(lambda: inner(wrapped, *rest, **kwargs), swap_first=False)
+
+        return step
+
+    def _closing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def wrapped() -> Any:
+            self._swap_back()
+            loss = closure()
+            self._swap_in()
+            return loss
+
+        return wrapped
+
+    def _run(self, call: Callable[[], Any], *, swap_first: bool) -> Any:
+        try:
+            if swap_first:
+                self._swap_in()
+            out = call()
+        finally:
+            units, self._units = self._units, []
+            self._swap_back()
+        self._refresh(units)
+        return out
+
+    # -- swapping
+
+    @torch.no_grad()
+    def _swap_in(self) -> None:
+        engine = self._required()
+        engine.finalize()
+        engine.end_window()
+        state = self.optimizer.state
+        touched: dict[Unit, None] = {}
+        for group in self.optimizer.param_groups:
+            params = group["params"]
+            shards: list[torch.Tensor] = []
+            for param in params:
+                entry = engine.find(param)
+                if entry is None:
+                    self._refuse_foreign(engine)
+                    continue
+                if not self._offer(engine, entry):
+                    continue
+                touched[entry.unit] = None
+                shard = entry.shard
+                if shard is None or shard.numel() == 0:
+                    continue
+                shards.append(shard)
+                if param in state:
+                    state[shard] = state.pop(param)
+            self._swapped.append((group, params))
+            group["params"] = shards
+        self._units = list(touched)
+        for unit in self._units:
+            unit.adopt_edits()
+
+    @staticmethod
+    def _offer(engine: Engine, entry: Entry) -> bool:
+        """Put the gradient on the shard; return whether the optimizer sees the parameter."""
+        grad = engine.reducer.read(entry)
+        if grad is None:
+            if not engine.zero_unused or not entry.param.requires_grad:
+                return False
+            grad = entry.unit.grad_view(entry.index)
+            grad.zero_()
+        assert entry.shard is not None
+        entry.shard.grad = grad
+        return True
+
+    def _swap_back(self) -> None:
+        engine = self._engine()
+        state = self.optimizer.state
+        while self._swapped:
+            group, params = self._swapped.pop()
+            group["params"] = params
+            for param in params:
+                entry = engine.find(param) if engine is not None else None
+                shard = None if entry is None else entry.shard
+                if shard is not None:
+                    shard.grad = None
+                    if shard in state:
+                        state[param] = state.pop(shard)
+
+    @torch.no_grad()
+    def _refresh(self, units: list[Unit]) -> None:
+        engine = self._required()
+        works = []
+        for unit in units:
+            unit.publish_master()
+            if unit.weights.resident and engine.context.world_size > 1:
+                tag = engine.context.weights_tag(Operation.REFRESH, unit.number)
+                works.append(unit.start_refresh(tag))
+        for work in works:
+            if work is not None:
+                work.wait()
+        params = [e.param for u in units for e in u.entries]
+        if params:
+            torch.autograd.graph.increment_version(params)
+
+    def _required(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise ConfigError("Expected a live engine behind the optimizer, got one that is gone.")
+        return engine

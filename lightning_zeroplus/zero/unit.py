@@ -1,0 +1,344 @@
+"""One unit: its weights, the bucket of its gradients, its accumulator and master, and their views.
+
+A unit knows nothing of other units, of modules or of optimizers. Collectives are started and
+finished separately so that callers can overlap them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightning_zeroplus.comm.storage import BufferPool, GradBucket, WeightStorage
+from lightning_zeroplus.comm.transport import Tag, Work
+from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.layout.bucket import GradLayout, ParamSpec, WeightLayout, header_numel
+from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.model import ModelParam
+from lightning_zeroplus.zero.plan import UnitPlan
+
+if TYPE_CHECKING:
+    from lightning_zeroplus.zero.grad_span import GradSpan
+
+__all__ = ["Entry", "Unit", "memory_order"]
+
+
+class Entry:
+    """One parameter inside its unit."""
+
+    __slots__ = (
+        "fqn",
+        "index",
+        "model",
+        "node",
+        "param",
+        "resting_class",
+        "shard",
+        "slot",
+        "stashed",
+        "unit",
+        "valid",
+        "version",
+        "__weakref__",
+    )
+
+    def __init__(self, model: ModelParam, unit: Unit, index: int) -> None:
+        self.model = model
+        self.fqn = model.fqn
+        self.param: nn.Parameter = model.param
+        self.unit = unit
+        self.index = index
+        self.slot: GradSpan | None = None
+        self.stashed: torch.Tensor | None = None
+        self.valid = False
+        """Whether the accumulator holds this window's gradient."""
+        self.shard: torch.Tensor | None = None
+        """1-D master weights of the own span; what the optimizer steps on."""
+        self.node: object = None
+        self.version = 0
+        self.resting_class: type | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return self.model.numel
+
+    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return ``flat`` ``[numel]`` in pieces by owner, empty ones left out."""
+        parts = self.unit.grad_layout.parts_of[self.index]
+        return [flat[p.span.start : p.span.stop] for p in parts]
+
+
+def memory_order(tensor: torch.Tensor, like: ModelParam) -> torch.Tensor:
+    """Return ``tensor`` (of the parameter's shape) as 1-D in the parameter's memory order."""
+    if tensor.stride() != like.stride and tensor.numel() > 0:
+        dense = torch.empty_strided(
+            like.shape, like.stride, dtype=tensor.dtype, device=tensor.device
+        )
+        dense.copy_(tensor)
+        tensor = dense
+    return tensor.as_strided((like.numel,), (1,), tensor.storage_offset())
+
+
+class Unit:
+    """Parameters of one dtype that are unsharded and reduced together.
+
+    Args:
+        plan: what it holds.
+        number: its position among all units, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        plan: UnitPlan,
+        number: int,
+        context: Context,
+        *,
+        dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        self.name = plan.name
+        self.plan = plan
+        self.number = number
+        self.scattered = plan.scattered
+        self.context = context
+        self.device = context.device
+        self.dtype = dtype
+        self.master_dtype = master_dtype
+        self.reduce_dtype = reduce_dtype
+        self.transport = context.transport
+        self.entries = [Entry(model, self, n) for n, model in enumerate(plan.params)]
+        specs = tuple(ParamSpec(e.fqn, e.numel) for e in self.entries)
+        self.layout = WeightLayout(specs, dtype.itemsize, context.world_size)
+        self.trained: tuple[int, ...] = ()
+        self.grad_layout = GradLayout(self.layout, (), reduce_dtype.itemsize, 0)
+        self.accumulator: torch.Tensor | None = None
+        self.bucket: GradBucket | None = None
+        self.weights: WeightStorage
+        self.master: torch.Tensor
+        self._grad_views: dict[int, torch.Tensor] = {}
+        self.user_classes: list[type] = [type(e.param) for e in self.entries]
+        self.last_node: object = None
+        """Autograd node that used the weights last."""
+
+    # -- set-up
+
+    def allocate(
+        self, *, resident: bool, pool: BufferPool, block_nbytes: int | None
+    ) -> None:
+        """Make the weight storage and, where the master dtype differs, the master."""
+        self.weights = WeightStorage(
+            self.layout,
+            self.dtype,
+            self.device,
+            self.transport,
+            resident=resident,
+            pool=pool,
+            block_nbytes=block_nbytes,
+        )
+        self.master = self.weights.shard
+        if self.dtype != self.master_dtype:
+            with torch.inference_mode(False):
+                self.master = torch.zeros(
+                    self.layout.shard_numel, dtype=self.master_dtype, device=self.device
+                )
+        for entry in self.entries:
+            here = self.shard_range(entry.index)
+            entry.shard = self.master[here.start : here.stop]
+
+    def shard_range(self, index: int) -> slice:
+        """Return where the own span of a parameter lies in this rank's chunk."""
+        rank = self.transport.rank
+        owned = self.layout.owned(index, rank)
+        start = self.layout.offsets[index] + owned.start - self.layout.chunk(rank).start
+        if not owned.numel:
+            return slice(0, 0)
+        return slice(start, start + owned.numel)
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master is another tensor than the weight shard."""
+        return self.master is not self.weights.shard
+
+    def view_of(self, entry: Entry) -> torch.Tensor:
+        """Return the full weight as a view of the flat tensor."""
+        return torch.as_strided(
+            self.weights.flat,
+            entry.model.shape,
+            entry.model.stride,
+            self.layout.offsets[entry.index],
+        )
+
+    @torch.no_grad()
+    def write_own_span(self, entry: Entry, full: torch.Tensor) -> None:
+        """Set the master, and the weight shard, of one parameter from a full tensor. *Local.*"""
+        owned = self.layout.owned(entry.index, self.transport.rank)
+        if not owned.numel or entry.shard is None:
+            return
+        piece = memory_order(full, entry.model)[owned.start : owned.stop]
+        entry.shard.copy_(piece)
+        if self.has_own_master:
+            self.weights.shard[self.shard_range(entry.index)].copy_(piece)
+
+    # -- between uses
+
+    def wake(self) -> None:
+        """Full weights are there: parameters take their own class again. *Local.*"""
+        for entry, user_class in zip(self.entries, self.user_classes, strict=True):
+            entry.param.__class__ = user_class
+            entry.version = entry.param._version
+
+    def rest(self) -> None:
+        """Keep edits of the full weights, then let them go. *Local.*
+
+        Raises:
+            PhaseError: a parameter was pointed at other memory while it was gathered.
+        """
+        self.keep_edits()
+        for entry in self.entries:
+            assert entry.resting_class is not None
+            entry.param.__class__ = entry.resting_class
+        self.weights.reshard()
+
+    @torch.no_grad()
+    def keep_edits(self) -> None:
+        """Copy this rank's part of edited full weights into the shard. *Local.*"""
+        edited = False
+        base = self.weights.flat.data_ptr()
+        size = self.dtype.itemsize
+        for entry in self.entries:
+            edited = edited or entry.param._version != entry.version
+            at = base + self.layout.offsets[entry.index] * size
+            if entry.numel and entry.param.data_ptr() != at:
+                raise PhaseError(
+                    f"Expected {entry.fqn!r} to stay in its unit's memory while gathered, got "
+                    f"another tensor (rank {self.context.rank}). Use copy_ instead of assigning "
+                    f".data, and convert the model before training starts."
+                )
+        own = self.weights.own_part()
+        if edited or not torch.equal(own, self.weights.shard):
+            self.weights.shard.copy_(own)
+
+    @torch.no_grad()
+    def undo_edits(self) -> None:
+        """Make `keep_edits` find nothing. *Local.*"""
+        self.weights.own_part().copy_(self.weights.shard)
+        for entry in self.entries:
+            entry.version = entry.param._version
+
+    # -- gradients
+
+    def train(
+        self, indices: Sequence[int], pool: BufferPool, *, block_nbytes: int, permanent: bool
+    ) -> None:
+        """Lay out gradients for the parameters ``indices``; what was accumulated is kept."""
+        old_views = self._grad_views
+        self.trained = tuple(indices)
+        self.grad_layout = self.lay_out_gradients(self.trained)
+        self.bucket = GradBucket(
+            self.grad_layout,
+            self.reduce_dtype,
+            self.device,
+            self.transport,
+            pool,
+            block_nbytes=block_nbytes,
+            permanent=permanent,
+        )
+        self._grad_views = {}
+        if self.accumulator is not None:
+            self.accumulator = None
+            for index, view in old_views.items():
+                if self.entries[index].valid:
+                    self.grad_view(index).copy_(view)
+
+    def lay_out_gradients(self, indices: tuple[int, ...]) -> GradLayout:
+        """Return the bucket layout for the parameters ``indices``."""
+        size = self.reduce_dtype.itemsize
+        head = header_numel(len(indices), self.context.world_size, size)
+        return GradLayout(self.layout, indices, size, head)
+
+    def grad_view(self, index: int) -> torch.Tensor:
+        """Return the accumulated gradient of the own span of a parameter, 1-D."""
+        view = self._grad_views.get(index)
+        if view is None:
+            if self.accumulator is None:
+                self._allocate_accumulator()
+            view = self._grad_views[index]
+        return view
+
+    def _allocate_accumulator(self) -> None:
+        rank = self.transport.rank
+        with torch.inference_mode(False), torch.no_grad():
+            total = self.grad_layout.body_numel(rank)
+            acc = torch.zeros(total, dtype=self.master_dtype, device=self.device)
+        self.accumulator = acc
+        for index in self.trained:
+            span = self.grad_layout.accumulator_span(index, rank)
+            self._grad_views[index] = acc[span.start : span.stop]
+
+    @torch.no_grad()
+    def accumulate(self, terms: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
+        """Add the sum of ``terms`` (rank order) to the accumulator, or overwrite what is stale."""
+        if self.accumulator is None:
+            self._allocate_accumulator()
+        assert self.accumulator is not None
+        entries = [self.entries[i] for i in self.trained]
+        touched = [e for e, was_used in zip(entries, used, strict=True) if was_used]
+        if not any(e.valid for e in entries):
+            _sum_into(self.accumulator, terms)
+        elif all(e.valid for e in touched):
+            self.accumulator.add_(_total(terms, self.master_dtype))
+        else:
+            total = _total(terms, self.master_dtype)
+            for entry in touched:
+                span = self.grad_layout.accumulator_span(entry.index, self.transport.rank)
+                view = self.grad_view(entry.index)
+                piece = total[span.start : span.stop]
+                if entry.valid:
+                    view.add_(piece)
+                else:
+                    view.copy_(piece)
+
+    # -- after the optimizer
+
+    @torch.no_grad()
+    def publish_master(self) -> None:
+        """Cast the master into the weight shard where they differ. *Local.*"""
+        if self.has_own_master:
+            self.weights.shard.copy_(self.master)
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Bring edits of narrow weights into the master, element by element. *Local.*"""
+        if not self.has_own_master:
+            return
+        shard = self.weights.shard
+        edited = shard.ne(self.master.to(self.dtype))
+        if bool(edited.any()):
+            self.master.copy_(torch.where(edited, shard.to(self.master_dtype), self.master))
+
+    def start_refresh(self, tag: Tag) -> Work | None:
+        """Start sending updated weights where they are replicated."""
+        return self.weights.start_refresh(tag)
+
+
+def _sum_into(out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    if len(terms) == 1 or terms[0].dtype != out.dtype:
+        out.copy_(terms[0])
+        rest = terms[1:]
+    else:
+        torch.add(terms[0], terms[1], out=out)
+        rest = terms[2:]
+    for term in rest:
+        out.add_(term)
+
+
+def _total(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    total = terms[0].to(dtype)
+    for term in terms[1:]:
+        total.add_(term)
+    return total
