@@ -61,7 +61,9 @@ class EngineConfig:
             *_outside("reduce_dtype", self.reduce_dtype, (None, *get_args(FloatDtype))),
         ]
         if self.bucket_nbytes is not None and not _whole(self.bucket_nbytes, 1):
-            problems.append(f"bucket_nbytes={self.bucket_nbytes!r} (a whole number of bytes above 0)")
+            problems.append(
+                f"bucket_nbytes={self.bucket_nbytes!r} (a whole number of bytes above 0)"
+            )
         if not _whole(self.prefetch, 0):
             problems.append(f"prefetch={self.prefetch!r} (a whole number, 0 or more)")
         if self.units is not None:
@@ -71,7 +73,9 @@ class EngineConfig:
                 if not isinstance(entry, (str, type)) or entry == ""
             ]
         if problems:
-            raise ConfigError(f"Expected settings within their ranges, got {name_offenders(problems)}.")
+            raise ConfigError(
+                f"Expected settings within their ranges, got {name_offenders(problems)}."
+            )
 
 
 def _outside(name: str, value: object, allowed: tuple[object, ...]) -> list[str]:

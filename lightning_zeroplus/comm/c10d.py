@@ -7,6 +7,7 @@ reductions are an all-to-all and a local sum in rank order here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_zeroplus.comm.loopback import solo_transport
 from lightning_zeroplus.comm.transport import Operation, Tag, Transport, Work, check_tags
@@ -48,7 +50,7 @@ class _Wait:
     def wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
-            self._watch.wait(self._tag, lambda s, w=work: _attempt(w, s, self._tag))
+            self._watch.wait(self._tag, functools.partial(_attempt, work, self._tag))
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -69,12 +71,12 @@ class _TaggedWait(_Wait):
         if not self._works:
             return
         head, self._works = self._works[0], self._works[1:]
-        self._watch.wait(self._tag, lambda s: _attempt(head, s, self._tag))
+        self._watch.wait(self._tag, functools.partial(_attempt, head, self._tag))
         check_tags(_decode(self._tags), self._labels)
         super().wait()
 
 
-def _attempt(work: Any, seconds: float, tag: Tag) -> bool:
+def _attempt(work: Any, tag: Tag, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -116,10 +118,10 @@ class C10dTransport(Transport):
         self._weights = dist.new_group(timeout=limit, backend=backend)
         self._gradients = dist.new_group(timeout=limit, backend=backend)
         # Every rank makes its transports in the same order, so a counter names them alike.
-        store = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
         prefix = f"zeroplus/{next(_INSTANCES)}"
         self._watch = Watch(
-            dist.PrefixStore(prefix, store),
+            dist.distributed_c10d.PrefixStore(prefix, store.clone()),
             self.rank,
             self.world_size,
             timeout.total_seconds(),
@@ -127,18 +129,18 @@ class C10dTransport(Transport):
 
     # -- weights channel
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         self._watch.current = tag
         tags = torch.empty(4 * self.world_size, dtype=torch.int64)
         works = [dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)]
         if shard.numel():
             target, source = _bytes(out), _bytes(shard)
-            works.append(
-                dist.all_gather_single(target, source, group=self._weights, async_op=True)
-            )
+            works.append(dist.all_gather_single(target, source, group=self._weights, async_op=True))
         self.sent_nbytes += (self.world_size - 1) * (shard.numel() * shard.element_size() + 32)
         return _TaggedWait(self._watch, works, tag, tags, self.labels)
 
+    @override
     def announce(self, tag: Tag) -> list[Tag]:
         self._watch.current = tag
         tags = torch.empty(4 * self.world_size, dtype=torch.int64)
@@ -148,6 +150,7 @@ class C10dTransport(Transport):
 
     # -- gradients channel
 
+    @override
     def all_to_all(
         self,
         out: torch.Tensor,
@@ -169,6 +172,7 @@ class C10dTransport(Transport):
         self.sent_nbytes += (sum(source_numels) - source_numels[self.rank]) * size
         return _Wait(self._watch, [work], tag)
 
+    @override
     def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
         self._watch.current = tag
         row = [float(tag.sequence), float(tag.operation), float(tag.unit), *payload]
@@ -183,6 +187,7 @@ class C10dTransport(Transport):
 
     # -- set-up and state, in no hot path
 
+    @override
     def exchange_bytes(self, payload: bytes, tag: Tag) -> list[bytes]:
         body = torch.tensor(list(payload), dtype=torch.uint8)
         return [bytes(part.tolist()) for part in self._ragged(body, tag)]
@@ -203,6 +208,7 @@ class C10dTransport(Transport):
         rows = table.view(self.world_size, most)
         return [rows[r, : int(sizes[r])] for r in range(self.world_size)]
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
         self._watch.current = tag
         view = _bytes(tensor.detach())
@@ -213,9 +219,8 @@ class C10dTransport(Transport):
         if self.rank == source:
             self.sent_nbytes += (self.world_size - 1) * view.numel()
 
-    def collect(
-        self, shard: torch.Tensor, destination: int, tag: Tag
-    ) -> list[torch.Tensor] | None:
+    @override
+    def collect(self, shard: torch.Tensor, destination: int, tag: Tag) -> list[torch.Tensor] | None:
         self._watch.current = tag
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         mine = torch.tensor([shard.numel()], dtype=torch.int64)
@@ -228,11 +233,13 @@ class C10dTransport(Transport):
         source_numels = [shard.numel() if r == destination else 0 for r in range(self.world_size)]
         out_numels = numels if here else [0] * self.world_size
         self.all_to_all(out, shard, out_numels, source_numels, tag).wait()
-        return list(out.split(numels)) if here else None
+        return list(torch.split(out, numels)) if here else None
 
+    @override
     def fail(self, message: str) -> None:
         self._watch.stop(f"failed ({message})")
 
+    @override
     def close(self) -> None:
         self._watch.stop("has finished")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
 from lightning_zeroplus.comm.transport import Operation, Tag, Transport, Work, check_tags
 from lightning_zeroplus.errors import CollectiveError
@@ -105,6 +106,7 @@ class LoopbackTransport(Transport):
         self._hub.post(key, self.rank, payload)
         return self._hub.take(key, self.rank, tag)
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         key = self._next("weights")
         self._hub.post(key, self.rank, (tag, shard.detach().clone()))
@@ -118,6 +120,7 @@ class LoopbackTransport(Transport):
 
         return _Work(finish, lambda: self._hub.full(key))
 
+    @override
     def all_to_all(
         self,
         out: torch.Tensor,
@@ -127,14 +130,14 @@ class LoopbackTransport(Transport):
         tag: Tag,
     ) -> Work:
         key = self._next("gradients")
-        parts = source.detach().clone().split(list(source_numels))
+        parts = torch.split(source.detach().clone(), list(source_numels))
         self._hub.post(key, self.rank, parts)
         mine = source_numels[self.rank]
         self.sent_nbytes += (sum(source_numels) - mine) * source.element_size()
 
         def finish() -> None:
             rows = self._hub.take(key, self.rank, tag)
-            pieces = out.split(list(out_numels))
+            pieces = torch.split(out, list(out_numels))
             for piece, row in zip(pieces, rows, strict=True):
                 if piece.numel() != row[self.rank].numel():
                     raise CollectiveError(f"Expected equal buckets on all ranks in {tag}.")
@@ -142,17 +145,21 @@ class LoopbackTransport(Transport):
 
         return _Work(finish, lambda: self._hub.full(key))
 
+    @override
     def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
         rows = self._meet("gradients", (tag, list(payload)), tag)
         check_tags([_tag_of(row) for row in rows])
         return [row[1] for row in rows]
 
+    @override
     def exchange_bytes(self, payload: bytes, tag: Tag) -> list[bytes]:
         return list(self._meet("setup", payload, tag))
 
+    @override
     def announce(self, tag: Tag) -> list[Tag]:
         return list(self._meet("weights", tag, tag))
 
+    @override
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
         payload = tensor.detach().clone() if self.rank == source else None
         rows = self._meet("setup", payload, tag)
@@ -162,17 +169,18 @@ class LoopbackTransport(Transport):
         else:
             self.sent_nbytes += (self.world_size - 1) * tensor.numel() * tensor.element_size()
 
-    def collect(
-        self, shard: torch.Tensor, destination: int, tag: Tag
-    ) -> list[torch.Tensor] | None:
+    @override
+    def collect(self, shard: torch.Tensor, destination: int, tag: Tag) -> list[torch.Tensor] | None:
         rows = self._meet("setup", shard.detach().clone(), tag)
         return rows if self.rank == destination else None
 
+    @override
     def fail(self, message: str) -> None:
         with self._hub.changed:
             self._hub.stopped.setdefault(self.rank, f"failed ({message})")
             self._hub.changed.notify_all()
 
+    @override
     def close(self) -> None:
         with self._hub.changed:
             self._hub.stopped.setdefault(self.rank, "has finished")

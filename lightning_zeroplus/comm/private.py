@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any, ClassVar
 
 import torch
 
@@ -66,7 +67,7 @@ def tensor_over(
 ) -> torch.Tensor:
     """Return a 1-D tensor ``[numel]`` over a storage, without touching the memory."""
     empty = torch.empty(0, dtype=dtype, device=device)
-    return empty.set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage, 0, (numel,), (1,))
 
 
 class Arena:
@@ -76,7 +77,7 @@ class Arena:
     """
 
     _lock = threading.Lock()
-    _blocks: dict[torch.device, list[torch.Tensor]] = {}
+    _blocks: ClassVar[dict[torch.device, list[torch.Tensor]]] = {}
 
     @classmethod
     def resting_storage(cls, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -86,14 +87,14 @@ class Arena:
             if not blocks or blocks[-1].numel() < nbytes:
                 blocks.append(torch.full((max(nbytes, 1),), 255, dtype=torch.uint8, device=device))
             block = blocks[-1]
-        storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
+        storage: Any = torch._C._construct_storage_from_data_pointer(
             block.data_ptr(), device, nbytes
         )
         # The flag is set through a tensor, which must go: it would hold swapped-in memory.
         flagged = tensor_over(storage, torch.uint8, nbytes, device)
         torch._C._set_throw_on_mutable_data_ptr(flagged)
         del flagged
-        return storage
+        return storage  # type: ignore[no-any-return]
 
     @classmethod
     def nbytes(cls, device: torch.device) -> int:

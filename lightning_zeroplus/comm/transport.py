@@ -124,9 +124,7 @@ class Transport(ABC):
         """Overwrite ``tensor`` (contiguous) with that of rank ``source``."""
 
     @abstractmethod
-    def collect(
-        self, shard: torch.Tensor, destination: int, tag: Tag
-    ) -> list[torch.Tensor] | None:
+    def collect(self, shard: torch.Tensor, destination: int, tag: Tag) -> list[torch.Tensor] | None:
         """Return every rank's ``shard`` (1-D, any lengths, equal dtype) on ``destination``."""
 
     @abstractmethod

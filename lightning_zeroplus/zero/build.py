@@ -1,4 +1,4 @@
-"""From a module to units: plan, allocate, take rank 0's weights, point parameters at their views."""
+"""From a module to units: plan, allocate, take rank 0's weights, point parameters at views."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ def _unit(plan: UnitPlan, number: int, config: EngineConfig, context: Context) -
     dtype = plan.params[0].param.dtype
     master = _chosen(config.master_dtype, dtype, _wider(dtype))
     reduce = _chosen(config.reduce_dtype, dtype, master)
-    return Unit(
-        plan, number, context, dtype=dtype, master_dtype=master, reduce_dtype=reduce
-    )
+    return Unit(plan, number, context, dtype=dtype, master_dtype=master, reduce_dtype=reduce)
 
 
 def allocate_units(units: Sequence[Unit], config: EngineConfig, pool: BufferPool) -> None:
@@ -161,6 +159,6 @@ def broadcast_buffers(buffers: Iterable[torch.Tensor], context: Context) -> None
         context.transport.broadcast(flat, 0, tag)
         if context.rank != 0:
             for member, piece in zip(
-                members, flat.split([m.numel() for m in members]), strict=True
+                members, torch.split(flat, [m.numel() for m in members]), strict=True
             ):
                 member.copy_(piece.view(member.shape))

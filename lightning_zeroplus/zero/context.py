@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
 from typing import Any
 
 import torch
@@ -16,7 +15,9 @@ __all__ = ["Context"]
 class Context:
     """One engine's transport and counters. Sequences are per channel and equal on all ranks."""
 
-    def __init__(self, transport: Transport, device: torch.device, *, gathers_on_access: bool) -> None:
+    def __init__(
+        self, transport: Transport, device: torch.device, *, gathers_on_access: bool
+    ) -> None:
         self.transport = transport
         self.device = device
         self.gathers_on_access = gathers_on_access

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.comm.storage import BufferPool
-from lightning_zeroplus.comm.transport import Operation, Transport
+from lightning_zeroplus.comm.transport import Transport
 from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import ConfigError, PhaseError
 from lightning_zeroplus.layout.placement import STAGES, Placement
 from lightning_zeroplus.zero import build, state
 from lightning_zeroplus.zero.context import Context
-from lightning_zeroplus.zero.hooks import BackwardEnd, ForwardHooks, SavedWeights, hook_gradients
+from lightning_zeroplus.zero.gradients import Gradients
+from lightning_zeroplus.zero.hooks import (
+    BackwardEnd,
+    ForwardHooks,
+    Nothing,
+    SavedWeights,
+    hook_gradients,
+)
 from lightning_zeroplus.zero.materialize import materialize
 from lightning_zeroplus.zero.memory import MemoryReport, measure
 from lightning_zeroplus.zero.model import agree_on_model, refuse_unusable, scan_parameters
-from lightning_zeroplus.zero.norm import power_sum, root_of
 from lightning_zeroplus.zero.plan import uses_by_module
 from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
@@ -95,6 +101,7 @@ class Engine:
             self._pool,
             defers=row.blocked_gradient is Placement.PARTIAL,
         )
+        self.gradients = Gradients(self.context)
         self.end = BackwardEnd()
         self.residency = Residency(self.units, self.context, config.prefetch)
         flat = [u for u in self.units if not u.weights.resident]
@@ -120,9 +127,7 @@ class Engine:
 
     def arm(self) -> None:
         """Notice parameters that need gradients by now. *Local.*"""
-        fresh = [
-            e for e in self._entries.values() if e.node is None and e.param.requires_grad
-        ]
+        fresh = [e for e in self._entries.values() if e.node is None and e.param.requires_grad]
         self.reducer.arm()
         for entry in fresh:
             self._handles += hook_gradients(entry, self.reducer, self.end)
@@ -237,36 +242,12 @@ class Engine:
 
     # -- gradients
 
-    def _gradients(self, params: Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
-        self.finalize()
-        entries = (
-            list(self._entries.values())
-            if params is None
-            else [self._required(p) for p in dict.fromkeys(params)]
-        )
-        grads = (self.reducer.read(e) for e in entries)
-        return [g for g in grads if g is not None]
-
     def grad_norm(
         self, params: Iterable[torch.Tensor] | None = None, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Return the norm over all (or the given) parameters' gradients, each once; 0-d fp32."""
-        return self._norm_of(self._gradients(params), float(norm_type))
+        return self.gradients.norm(self._grads_of(params), float(norm_type))
 
-    def _norm_of(self, grads: list[torch.Tensor], order: float) -> torch.Tensor:
-        if order <= 0:
-            raise ConfigError(f"Expected a norm_type above 0, got {order}.")
-        mine = power_sum(grads, order)
-        tag = self.context.gradients_tag(Operation.NORM)
-        rows = self.context.transport.exchange([mine], tag)
-        values = [row[0] for row in rows]
-        if order == math.inf:
-            total = math.nan if any(map(math.isnan, values)) else max(values)
-        else:
-            total = root_of(math.fsum(values) if all(map(math.isfinite, values)) else sum(values), order)
-        return torch.tensor(total, dtype=torch.float32, device=self.context.device)
-
-    @torch.no_grad()
     def clip_grad_norm_(
         self,
         params: Iterable[torch.Tensor],
@@ -279,34 +260,16 @@ class Engine:
         Raises:
             RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is changed.
         """
-        grads = self._gradients(params)
-        norm = self._norm_of(grads, float(norm_type))
-        if error_if_nonfinite and not bool(torch.isfinite(norm)):
-            raise RuntimeError(
-                f"The total norm of order {float(norm_type)} for gradients from `parameters` is "
-                f"non-finite, so it cannot be clipped."
-            )
-        scale = float(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
-        for grad in grads:
-            grad.mul_(scale)
-        return norm
+        grads = self._grads_of(params)
+        return self.gradients.clip_norm_(grads, max_norm, float(norm_type), error_if_nonfinite)
 
-    @torch.no_grad()
     def clip_grad_value_(self, params: Iterable[torch.Tensor], value: float) -> None:
         """Clamp every gradient element to ``[-value, value]``."""
-        for grad in self._gradients(params):
-            grad.clamp_(-value, value)
+        self.gradients.clip_value_(self._grads_of(params), value)
 
-    @torch.no_grad()
     def unscale_gradients_(self, params: Iterable[torch.Tensor], inverse_scale: float) -> bool:
         """Multiply gradients by ``inverse_scale``; return whether any rank saw a non-finite one."""
-        overflow = False
-        for grad in self._gradients(params):
-            grad.mul_(inverse_scale)
-            overflow = overflow or not bool(torch.isfinite(grad).all())
-        tag = self.context.gradients_tag(Operation.NORM)
-        rows = self.context.transport.exchange([float(overflow)], tag)
-        return any(row[0] for row in rows)
+        return self.gradients.unscale_(self._grads_of(params), inverse_scale)
 
     def full_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the reduced gradient of ``param`` in full, or None if the window has none."""
@@ -314,6 +277,16 @@ class Engine:
         entry = self._required(param)
         local = self.reducer.read(entry)
         return None if local is None else gather_full(entry, local, "full_gradient")
+
+    def _grads_of(self, params: Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+        self.finalize()
+        entries = (
+            list(self._entries.values())
+            if params is None
+            else [self._required(p) for p in dict.fromkeys(params)]
+        )
+        grads = (self.reducer.read(e) for e in entries)
+        return [g for g in grads if g is not None]
 
     # -- full views
 
@@ -323,7 +296,7 @@ class Engine:
         module_or_params: nn.Module | Iterable[torch.Tensor] | None = None,
         writeback: bool = False,
     ) -> Iterator[None]:
-        """Have full weights there inside; with ``writeback`` edits survive, else they are undone."""
+        """Have full weights inside; edits survive with ``writeback``, else they are undone."""
         self._open()
         if isinstance(module_or_params, nn.Module):
             module_or_params = list(module_or_params.parameters())
@@ -398,11 +371,33 @@ class Engine:
         self.end_window()
         self.reducer.settle_flying()
         state.leave_module(self)
-        self.detach_optimizers()
+        self._let_go()
+
+    def abandon(self) -> None:
+        """After a failure, when peers may be gone: let go without any collective. *Local.*
+
+        Replicated weights end in ordinary memory. Flat ones cannot be gathered alone: those
+        parameters stay at rest, and reading them says so.
+        """
+        if self.closed:
+            return
+        self.residency.reset()
+        if self.context.world_size == 1:
+            self.close()
+            return
+        state.leave_module(self, alone=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Unhook everything and free all memory but what optimizer state needs."""
+        for bound in self._bound.values():
+            bound.detach()
         self._forward_hooks.remove()
         for handle in self._handles:
             handle.remove()  # type: ignore[attr-defined]
         self._handles.clear()
+        for unit in self.units:
+            unit.free()
         self._pool.clear()
         self._weight_pool.clear()
         self.closed = True
@@ -418,12 +413,7 @@ class _BeforeRoot:
         self._engine.before_forward()
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
-        return _nothing
+        return Nothing()
 
-    def __reduce__(self) -> object:
-        return _nothing.__class__, ()
-
-
-def _nothing(*args: object) -> None:
-    """What a copied module gets instead of a hook into this engine."""
-
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Nothing, ()

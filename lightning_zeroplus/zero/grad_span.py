@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lightning_zeroplus.zero.span_tensor import SpanTensor
@@ -9,8 +11,9 @@ from lightning_zeroplus.zero.unit import Entry
 
 __all__ = ["GradSpan", "read_slot", "write_slot"]
 
-_get_grad = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_set_grad = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_T: Any = torch.Tensor
+_get_grad = _T.grad.__get__
+_set_grad = _T.grad.__set__
 
 
 class GradSpan(SpanTensor):

@@ -14,7 +14,7 @@ from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.unit import Entry, Unit
 
-__all__ = ["BackwardEnd", "ForwardHooks", "SavedWeights", "hook_gradients"]
+__all__ = ["BackwardEnd", "ForwardHooks", "Nothing", "SavedWeights", "hook_gradients"]
 
 _autograd = torch._C._autograd
 
@@ -173,11 +173,11 @@ class _Outer:
         self.value = value
 
 
-class _Nothing:
+class Nothing:
     """What a copied module gets instead of hooks into this engine."""
 
     def __call__(self, *args: object) -> None:
-        return None
+        """Do nothing."""
 
 
 class _Enter:
@@ -188,11 +188,11 @@ class _Enter:
     def __call__(self, module: nn.Module, args: object) -> None:
         self._hooks.enter(self._units)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
-        return _Nothing()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Nothing:
+        return Nothing()
 
     def __reduce__(self) -> Any:
-        return _Nothing, ()
+        return Nothing, ()
 
 
 class _Leave(_Enter):
@@ -211,12 +211,8 @@ class ForwardHooks:
 
     def install(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Hook one module; ``units`` are unsharded in the given order."""
-        self._handles.append(
-            module.register_forward_pre_hook(_disabled(_Enter(self, units)))
-        )
-        self._handles.append(
-            module.register_forward_hook(_disabled(_Leave(self, units)), always_call=True)
-        )
+        self._handles.append(module.register_forward_pre_hook(_Enter(self, units)))
+        self._handles.append(module.register_forward_hook(_Leave(self, units), always_call=True))
 
     def enter(self, units: Sequence[Unit]) -> None:
         """A hooked module starts."""
@@ -244,7 +240,3 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _disabled(hook: _Enter) -> Any:
-    return hook

@@ -32,7 +32,9 @@ def materialize(module: nn.Module, unit: Unit) -> None:
     for owner in owners:
         _to_empty(owner, unit.device)
         with torch.no_grad():
-            owner.reset_parameters()
+            reset = owner.reset_parameters
+            assert callable(reset)
+            reset()
     for entry in waiting:
         _, _, local = entry.model.names[0].rpartition(".")
         entry.param = entry.model.param = getattr(entry.model.owners[0], local)

@@ -15,7 +15,12 @@ from lightning_zeroplus.errors import ConfigError, name_offenders
 
 __all__ = ["ModelParam", "agree_on_model", "clean_fqn", "scan_parameters"]
 
-_WRAPPER_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPER_PREFIXES = (
+    "_orig_mod.",
+    "module.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+)
 _SKIPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
@@ -119,8 +124,7 @@ def refuse_unusable(params: list[ModelParam]) -> None:
     odd = [
         f"{entry.fqn} ({type(entry.param).__name__})"
         for entry in params
-        if isinstance(entry.param, nn.parameter.UninitializedTensorMixin)
-        or entry.param.layout is not torch.strided
+        if nn.parameter.is_lazy(entry.param) or entry.param.layout is not torch.strided
     ]
     if odd:
         raise ConfigError(

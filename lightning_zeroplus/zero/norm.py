@@ -19,7 +19,7 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for tensor in tensors:
         if tensor.numel() > _BLOCK_NUMEL:
-            found.extend(tensor.split(_BLOCK_NUMEL))
+            found.extend(torch.split(tensor, _BLOCK_NUMEL))
         elif tensor.numel():
             found.append(tensor)
     return found

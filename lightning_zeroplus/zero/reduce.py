@@ -74,9 +74,7 @@ class Reducer:
     @staticmethod
     def _wanted(unit: Unit) -> tuple[int, ...]:
         known = set(unit.trained)
-        return tuple(
-            e.index for e in unit.entries if e.index in known or e.param.requires_grad
-        )
+        return tuple(e.index for e in unit.entries if e.index in known or e.param.requires_grad)
 
     def _largest_nbytes(self) -> int:
         wanted = ((u, self._wanted(u)) for u in self._units)

@@ -8,10 +8,12 @@ on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
-from lightning_zeroplus.comm.transport import Operation
+from lightning_zeroplus.comm.transport import Operation, Tag
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.unit import Unit
@@ -177,8 +179,8 @@ class Residency:
         tag = self._context.weights_tag(operation, unit.number)
         self._check_wanted(self._context.transport.announce(tag), unit.number)
 
-    def _check_wanted(self, tags: Sequence[object], mine: int) -> int:
-        wanted = {t.unit for t in tags if t.operation != Operation.IDLE}  # type: ignore[attr-defined]
+    def _check_wanted(self, tags: Sequence[Tag], mine: int) -> int:
+        wanted = {t.unit for t in tags if t.operation != Operation.IDLE}
         if len(wanted) > 1:
             names = ", ".join(sorted(self._context.label(n) for n in wanted))
             raise PhaseError(
@@ -198,11 +200,9 @@ class Residency:
             if number < 0:
                 return
             unit = self._by_number[number]
-            unit.weights.start_unshard(
-                self._context.weights_tag(Operation.FORWARD, unit.number)
-            )
+            unit.weights.start_unshard(self._context.weights_tag(Operation.FORWARD, unit.number))
             unit.weights.abandon()
 
 
-def _plain_mode() -> object:
+def _plain_mode() -> AbstractContextManager[Any]:
     return torch._C._DisableFuncTorch()

@@ -19,7 +19,7 @@ from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.span_tensor import SpanTensor, gather_full
 from lightning_zeroplus.zero.unit import Entry
 
-__all__ = ["RestMixin", "WeightSpan", "entry_of", "resting_class", "rest_register"]
+__all__ = ["RestMixin", "WeightSpan", "entry_of", "rest_register", "resting_class"]
 
 _ENTRIES: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
 
@@ -69,7 +69,7 @@ def _getters(*names: str) -> set[Any]:
     return {descriptor.__get__ for descriptor in found if descriptor is not None}
 
 
-_T = torch.Tensor
+_T: Any = torch.Tensor
 _LOCAL = {
     *_getters(
         "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "ndim", "names",
@@ -164,7 +164,7 @@ def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _set_data(args[0], args[1])
     if func == _T.data.__get__ or func is _T.detach:
         return weight_span(_required(args[0]))
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
+    name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
     if func in _NO_MEMORY:
         raise PhaseError(refusal(_required(args[0]), name))
     entries = _resting_entries(args, kwargs)

@@ -36,8 +36,9 @@ class SpanTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, entry: Entry, local: torch.Tensor | None, dtype: torch.dtype) -> SpanTensor:
+        """Make the wrapper; it is no inference tensor even in inference mode."""
         with torch.inference_mode(False):
-            made = torch.Tensor._make_wrapper_subclass(
+            return torch.Tensor._make_wrapper_subclass(
                 cls,
                 entry.model.shape,
                 strides=entry.model.stride,
@@ -45,13 +46,12 @@ class SpanTensor(torch.Tensor):
                 device=entry.unit.device,
                 requires_grad=False,
             )
-        return made  # type: ignore[no-any-return]
 
     def __init__(self, entry: Entry, local: torch.Tensor | None, dtype: torch.dtype) -> None:
         self._entry = entry
         self._local = local
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def fqn(self) -> str:
@@ -76,7 +76,7 @@ class SpanTensor(torch.Tensor):
         """Refuse a gather where the settings say so."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -85,7 +85,7 @@ class SpanTensor(torch.Tensor):
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         span = self.span
         return (
             f"{type(self).__name__}({self.fqn}, shape={tuple(self.shape)}, dtype={self.dtype}, "
@@ -116,7 +116,7 @@ class SpanTensor(torch.Tensor):
         return self.full_tensor().tolist()
 
     def __array__(self, dtype: Any = None) -> Any:
-        return self.full_tensor().__array__(dtype)
+        return self.full_tensor().__array__(dtype)  # type: ignore[no-untyped-call]
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse: a span has no memory of the tensor's size."""

@@ -41,9 +41,7 @@ MASTER_KEY = "zeroplus_master"
 
 
 @contextlib.contextmanager
-def unsharded(
-    units: Sequence[Unit], residency: Residency, *, writeback: bool
-) -> Iterator[None]:
+def unsharded(units: Sequence[Unit], residency: Residency, *, writeback: bool) -> Iterator[None]:
     """Unshard ``units`` for the duration; without ``writeback`` what changes inside is undone."""
     flat = [u for u in units if not u.weights.resident]
     before = [] if writeback else [(u, u.weights.flat.clone()) for u in units if u.weights.resident]
@@ -64,9 +62,7 @@ def unsharded(
 
 
 @torch.no_grad()
-def collect_full(
-    entry: Entry, local: torch.Tensor, keep_on: int, what: str
-) -> torch.Tensor | None:
+def collect_full(entry: Entry, local: torch.Tensor, keep_on: int, what: str) -> torch.Tensor | None:
     """Return the full tensor of which ranks hold ``local``, on the CPU of rank ``keep_on``."""
     unit = entry.unit
     context = unit.context
@@ -83,9 +79,7 @@ def collect_full(
     return full
 
 
-def iterate_full_state(
-    engine: Engine, keep_on: int
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+def iterate_full_state(engine: Engine, keep_on: int) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield ``(name, full tensor or None)`` of parameters under every name, then of buffers."""
     here = engine.context.rank == keep_on
     engine.residency.end_window()
@@ -129,7 +123,9 @@ def load_full_state(
         if name in given and given[name].shape != here.shape
     ]
     if reshaped or (strict and (missing or unexpected)):
-        raise CheckpointError(_misfit(missing if strict else [], unexpected if strict else [], reshaped))
+        raise CheckpointError(
+            _misfit(missing if strict else [], unexpected if strict else [], reshaped)
+        )
     engine.residency.end_window()
     for name, entry in engine.by_name.items():
         if name in given:
@@ -158,9 +154,14 @@ def _misfit(missing: list[str], unexpected: list[str], reshaped: list[str]) -> s
 
 
 @torch.no_grad()
-def leave_module(engine: Engine) -> None:
-    """Point every parameter at full weights of its own; gradients are gone. Collective."""
+def leave_module(engine: Engine, *, alone: bool = False) -> None:
+    """Point every parameter at full weights of its own; gradients are gone. Collective.
+
+    ``alone`` leaves out what needs a collective.
+    """
     for unit in engine.units:
+        if alone and not unit.weights.resident:
+            continue
         for entry in unit.entries:
             write_slot(entry.param, None)
             if unit.weights.resident:
@@ -268,9 +269,7 @@ def _describe(optimizer: Optimizer, entry: Entry) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def full_optimizer_state_dict(
-    engine: Engine, optimizer: Optimizer, keep_on: int
-) -> dict[str, Any]:
+def full_optimizer_state_dict(engine: Engine, optimizer: Optimizer, keep_on: int) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with full tensors on ``keep_on``, ``{}`` elsewhere."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     entries = [engine.find(p) for p in params]

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightning_zeroplus.comm.storage import BufferPool, GradBucket, WeightStorage
+from lightning_zeroplus.comm.bucket import GradBucket
+from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
 from lightning_zeroplus.comm.transport import Tag, Work
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.bucket import GradLayout, ParamSpec, WeightLayout, header_numel
@@ -30,6 +31,7 @@ class Entry:
     """One parameter inside its unit."""
 
     __slots__ = (
+        "__weakref__",
         "fqn",
         "index",
         "model",
@@ -42,7 +44,6 @@ class Entry:
         "unit",
         "valid",
         "version",
-        "__weakref__",
     )
 
     def __init__(self, model: ModelParam, unit: Unit, index: int) -> None:
@@ -127,14 +128,11 @@ class Unit:
 
     # -- set-up
 
-    def allocate(
-        self, *, resident: bool, pool: BufferPool, block_nbytes: int | None
-    ) -> None:
+    def allocate(self, *, resident: bool, pool: BufferPool, block_nbytes: int | None) -> None:
         """Make the weight storage and, where the master dtype differs, the master."""
         self.weights = WeightStorage(
             self.layout,
             self.dtype,
-            self.device,
             self.transport,
             resident=resident,
             pool=pool,
@@ -230,6 +228,21 @@ class Unit:
         for entry in self.entries:
             entry.version = entry.param._version
 
+    def free(self) -> None:
+        """Let all memory go but the shapes, and masters, that optimizer state needs. *Local.*"""
+        self.bucket = None
+        self.accumulator = None
+        self._grad_views = {}
+        if not self.has_own_master:
+            for entry in self.entries:
+                if entry.shard is not None:
+                    entry.shard = torch.empty_like(entry.shard, device="meta")
+            self.master = self.weights.shard = torch.empty(0, dtype=self.dtype)
+        else:
+            self.weights.shard = torch.empty(0, dtype=self.dtype)
+        if self.weights.resident:
+            self.weights.flat = torch.empty(0, dtype=self.dtype)
+
     # -- gradients
 
     def train(
@@ -242,7 +255,6 @@ class Unit:
         self.bucket = GradBucket(
             self.grad_layout,
             self.reduce_dtype,
-            self.device,
             self.transport,
             pool,
             block_nbytes=block_nbytes,

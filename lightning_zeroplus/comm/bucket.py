@@ -1,0 +1,212 @@
+"""The bucket in which one unit's gradients land, and how they reach their owners."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from lightning_zeroplus.comm.private import tensor_over
+from lightning_zeroplus.comm.storage import BufferPool, PooledBlock
+from lightning_zeroplus.comm.transport import Tag, Transport, Work
+from lightning_zeroplus.errors import CollectiveError
+from lightning_zeroplus.layout.bucket import ALIGNMENT_NBYTES, GradLayout
+
+__all__ = ["GradBucket", "Reduced"]
+
+_SERIALS = itertools.count()
+
+
+class Reduced:
+    """What came of one reduction: this rank's terms by sender, and who had a gradient at all."""
+
+    def __init__(self, terms: list[torch.Tensor], used: list[bool], flags: list[int]) -> None:
+        self.terms = terms
+        self.used = used
+        self.flags = flags
+
+
+class BucketViews:
+    """A bucket's views of one block: parts by parameter, headers by receiver."""
+
+    def __init__(self, block: PooledBlock, bucket: GradBucket) -> None:
+        layout = bucket.layout
+        self.flat = tensor_over(block.storage, bucket.dtype, layout.numel, bucket.device)
+        self.parts = {
+            index: [self.flat[p.offset : p.offset + p.span.numel] for p in parts]
+            for index, parts in layout.parts_of.items()
+        }
+        raw = tensor_over(block.storage, torch.uint8, layout.nbytes, bucket.device)
+        head = layout.header_numel * layout.itemsize
+        stops = [layout.chunk(r).stop * layout.itemsize for r in range(bucket.world_size)]
+        self.heads = [raw[stop - head : stop] for stop in stops]
+
+
+class GradBucket:
+    """Where one unit's gradients land before their sum goes to the owners.
+
+    ``permanent`` keeps the memory between reductions (gradients stay Partial for a window);
+    otherwise it is taken from the pool at the first landing and given back when reduced.
+    """
+
+    def __init__(
+        self,
+        layout: GradLayout,
+        dtype: torch.dtype,
+        transport: Transport,
+        pool: BufferPool,
+        *,
+        block_nbytes: int,
+        permanent: bool,
+    ) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.device = pool.device
+        self.world_size = transport.world_size
+        self._transport = transport
+        self._pool = pool
+        self._permanent = permanent
+        self._block_nbytes = max(block_nbytes, layout.block_nbytes, ALIGNMENT_NBYTES)
+        self._serial = next(_SERIALS)
+        self._block: PooledBlock | None = None
+        self._sent: PooledBlock | None = None
+        self._arrived: PooledBlock | None = None
+        self._work: Work | None = None
+        self._tag: Tag | None = None
+        self._sent_landed: list[bool] = []
+        self.landed: dict[int, bool] = dict.fromkeys(layout.trained, False)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._work is not None
+
+    def is_reduced(self) -> bool:
+        """Return whether `finish_reduce` would not wait."""
+        return self._work is not None and self._work.is_completed()
+
+    def _views(self) -> BucketViews:
+        if self._block is None:
+            self._block = self._pool.take(self._block_nbytes)
+        views = self._block.views.get(self._serial)
+        if views is None:
+            views = self._block.views[self._serial] = BucketViews(self._block, self)
+        return views
+
+    def land(self, index: int, pieces: Sequence[torch.Tensor], scale: float, *, add: bool) -> None:
+        """Write (or add) ``scale`` times a gradient, cut into ``pieces`` by owner. *Local.*"""
+        for view, piece in zip(self._views().parts[index], pieces, strict=True):
+            if add:
+                view.add_(piece, alpha=scale)
+            elif piece.dtype == view.dtype:
+                torch.mul(piece, scale, out=view)
+            else:
+                view.copy_(piece).mul_(scale)
+        self.landed[index] = True
+
+    def drop(self) -> None:
+        """Forget everything that landed. *Local.*"""
+        for index in self.landed:
+            self.landed[index] = False
+        if self._block is not None and not self._permanent:
+            self._pool.give(self._block)
+            self._block = None
+
+    @torch.no_grad()
+    def start_reduce(self, tag: Tag, flag: int = 0) -> None:
+        """Start sending each rank its part; parameters that did not land count as zeros."""
+        views = self._views()
+        for index, landed in self.landed.items():
+            if not landed:
+                for view in views.parts[index]:
+                    view.zero_()
+        self._write_header(views, tag, flag)
+        own = self.layout.chunk_numels[self._transport.rank]
+        self._arrived = self._pool.take(self._block_nbytes)
+        self._work = self._transport.all_to_all(
+            self._arrival(self._arrived),
+            views.flat,
+            [own] * self.world_size,
+            self.layout.chunk_numels,
+            tag,
+        )
+        self._tag = tag
+        self._sent, self._block = self._block, self._block if self._permanent else None
+        self._sent_landed = list(self.landed.values())
+        for index in self.landed:
+            self.landed[index] = False
+
+    def _arrival(self, block: PooledBlock) -> torch.Tensor:
+        own = self.layout.chunk_numels[self._transport.rank]
+        return tensor_over(block.storage, self.dtype, own * self.world_size, self.device)
+
+    def _write_header(self, views: BucketViews, tag: Tag, flag: int) -> None:
+        if not self.layout.header_numel:
+            return
+        bits = sum(1 << n for n, landed in enumerate(self.landed.values()) if landed)
+        count = -(-len(self.landed) // 8)
+        raw = b"".join(
+            int(word).to_bytes(8, "little", signed=True)
+            for word in (tag.sequence, int(tag.operation), tag.unit, flag)
+        ) + bits.to_bytes(count, "little")
+        header = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        for head in views.heads:
+            head[: len(raw)].copy_(header)
+
+    @torch.no_grad()
+    def finish_reduce(self) -> Reduced:
+        """Wait, compare headers, and return the terms; call `release` when they are summed.
+
+        Raises:
+            CollectiveError: another rank reduced another unit.
+        """
+        if self._work is None or self._arrived is None or self._tag is None:
+            raise CollectiveError("Expected a reduction under way, got none.")
+        work, self._work = self._work, None
+        work.wait()
+        rank = self._transport.rank
+        own = self.layout.chunk_numels[rank]
+        body = self.layout.body_numel(rank)
+        rows = self._arrival(self._arrived).view(self.world_size, own)
+        terms = [rows[r, :body] for r in range(self.world_size)]
+        if not self.layout.header_numel:
+            return Reduced(terms, self._sent_landed, [0])
+        heads = [rows[r, body:].view(torch.uint8) for r in range(self.world_size)]
+        used, flags = self._read_headers(heads)
+        return Reduced(terms, used, flags)
+
+    def _read_headers(self, heads: list[torch.Tensor]) -> tuple[list[bool], list[int]]:
+        count = len(self.landed)
+        need = 32 + -(-count // 8)
+        union = 0
+        flags = []
+        mine = self._tag
+        for rank, head in enumerate(heads):
+            raw = bytes(head[:need].tolist())
+            words = [
+                int.from_bytes(raw[8 * n : 8 * n + 8], "little", signed=True) for n in range(4)
+            ]
+            if mine is None or (words[0], words[2]) != (mine.sequence, mine.unit):
+                raise CollectiveError(
+                    f"Expected all ranks to reduce together, got {mine} (rank "
+                    f"{self._transport.rank}) and #{words[0]} of unit {words[2]} (rank {rank}). "
+                    f"Run the same number of backwards on every rank."
+                )
+            union |= int.from_bytes(raw[32:need], "little")
+            flags.append(words[3])
+        return [bool(union >> n & 1) for n in range(count)], flags
+
+    def release(self) -> None:
+        """Give the memory of the finished reduction back. *Local.*"""
+        if self._arrived is not None:
+            self._pool.give(self._arrived)
+            self._arrived = None
+        if self._sent is not None and not self._permanent:
+            self._pool.give(self._sent)
+        self._sent = None
+
+    def live_nbytes(self) -> int:
+        """Return the bytes of memory held now."""
+        blocks = (self._block, self._sent, self._arrived)
+        return sum({id(b): b.nbytes for b in blocks if b is not None}.values())
