@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +12,7 @@ from lightning_zeroplus.comm.transport import Tag, Transport, Work
 from lightning_zeroplus.errors import CollectiveError
 from lightning_zeroplus.layout.bucket import ALIGNMENT_NBYTES, GradLayout
 
-__all__ = ["GradBucket", "Reduced"]
+__all__ = ["GradBucket", "Reduced", "in_memory_order"]
 
 _SERIALS = itertools.count()
 
@@ -36,6 +35,11 @@ class BucketViews:
         self.parts = {
             index: [self.flat[p.offset : p.offset + p.span.numel] for p in parts]
             for index, parts in layout.parts_of.items()
+        }
+        self.whole = {
+            index: torch.as_strided(self.flat, shape, stride, layout.parts_of[index][0].offset)
+            for index, (shape, stride) in bucket.geometry.items()
+            if len(layout.parts_of.get(index, ())) == 1
         }
         raw = tensor_over(block.storage, torch.uint8, layout.nbytes, bucket.device)
         head = layout.header_numel * layout.itemsize
@@ -61,6 +65,11 @@ class GradBucket:
         permanent: bool,
     ) -> None:
         self.layout = layout
+        self.geometry = {
+            n: (spec.shape, spec.stride)
+            for n, spec in enumerate(layout.weights.params)
+            if spec.numel
+        }
         self.dtype = dtype
         self.device = pool.device
         self.world_size = transport.world_size
@@ -94,15 +103,18 @@ class GradBucket:
             views = self._block.views[self._serial] = BucketViews(self._block, self)
         return views
 
-    def land(self, index: int, pieces: Sequence[torch.Tensor], scale: float, *, add: bool) -> None:
-        """Write (or add) ``scale`` times a gradient, cut into ``pieces`` by owner. *Local.*"""
-        for view, piece in zip(self._views().parts[index], pieces, strict=True):
-            if add:
-                view.add_(piece, alpha=scale)
-            elif piece.dtype == view.dtype:
-                torch.mul(piece, scale, out=view)
-            else:
-                view.copy_(piece).mul_(scale)
+    def land(self, index: int, grad: torch.Tensor, scale: float, *, add: bool) -> None:
+        """Write (or add) ``scale`` times a full gradient of parameter ``index``. *Local.*"""
+        views = self._views()
+        whole = views.whole.get(index)
+        if whole is not None:
+            _write(whole, grad, scale, add)
+        else:
+            shape, stride = self.geometry[index]
+            flat = in_memory_order(grad, shape, stride)
+            parts = self.layout.parts_of[index]
+            for part, view in zip(parts, views.parts[index], strict=True):
+                _write(view, flat[part.span.start : part.span.stop], scale, add)
         self.landed[index] = True
 
     def drop(self) -> None:
@@ -210,3 +222,22 @@ class GradBucket:
         """Return the bytes of memory held now."""
         blocks = (self._block, self._sent, self._arrived)
         return sum({id(b): b.nbytes for b in blocks if b is not None}.values())
+
+
+def _write(view: torch.Tensor, grad: torch.Tensor, scale: float, add: bool) -> None:
+    if add:
+        view.add_(grad, alpha=scale)
+    elif grad.dtype == view.dtype:
+        torch.mul(grad, scale, out=view)
+    else:
+        view.copy_(grad).mul_(scale)
+
+
+def in_memory_order(
+    tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """Return ``tensor`` as 1-D in the order of a dense tensor of these strides; a view if it is."""
+    if tensor.stride() != stride and tensor.numel() > 0:
+        dense = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = dense.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

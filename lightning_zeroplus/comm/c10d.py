@@ -132,12 +132,20 @@ class C10dTransport(Transport):
     @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         self._watch.current = tag
+        works: list[Any] = []
         tags = torch.empty(4 * self.world_size, dtype=torch.int64)
-        works = [dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)]
+        # A refresh follows an agreed update, so its order needs no tags.
+        tagged = tag.operation is not Operation.REFRESH
+        if tagged:
+            head = dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)
+            works.append(head)
+            self.sent_nbytes += (self.world_size - 1) * 32
         if shard.numel():
             target, source = _bytes(out), _bytes(shard)
             works.append(dist.all_gather_single(target, source, group=self._weights, async_op=True))
-        self.sent_nbytes += (self.world_size - 1) * (shard.numel() * shard.element_size() + 32)
+        self.sent_nbytes += (self.world_size - 1) * shard.numel() * shard.element_size()
+        if not tagged:
+            return _Wait(self._watch, works, tag)
         return _TaggedWait(self._watch, works, tag, tags, self.labels)
 
     @override

@@ -36,6 +36,9 @@ class ParamSpec:
 
     fqn: str
     numel: int
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    """Shape and strides of the dense tensor; layout arithmetic itself needs neither."""
 
 
 @dataclass(frozen=True)

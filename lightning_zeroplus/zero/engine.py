@@ -81,6 +81,7 @@ class Engine:
         self.context = Context(
             transport, device, gathers_on_access=config.unshard_on_access == "gather"
         )
+        self._buffer_dicts = [m._buffers for m in module.modules()]
         params = scan_parameters(module)
         refuse_unusable(params)
         agree_on_model(module, params, transport)
@@ -123,7 +124,8 @@ class Engine:
             self._forward_hooks.install(root, [units[n] for n in needed])
 
     def _buffers(self) -> list[torch.Tensor]:
-        return list(self.module.buffers())
+        found = {id(b): b for d in self._buffer_dicts for b in d.values() if b is not None}
+        return list(found.values())
 
     def arm(self) -> None:
         """Notice parameters that need gradients by now. *Local.*"""
@@ -233,6 +235,10 @@ class Engine:
     def end_window(self) -> None:
         """Before an update: all Flat weights rest, edits kept. *Local.*"""
         self.residency.end_window()
+
+    def begin_evaluation(self) -> None:
+        """Give all ranks rank 0's buffers, as DDP's evaluation forwards do."""
+        build.broadcast_buffers(self._buffers(), self.context)
 
     def end_evaluation(self) -> None:
         """Serve peers' gathers until every rank has ended its evaluation loop."""

@@ -33,12 +33,10 @@ class GradSpan(SpanTensor):
 
 
 def read_slot(param: torch.Tensor) -> torch.Tensor | None:
-    """Return ``param.grad`` past any Python class of the parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _get_grad(param)  # type: ignore[no-any-return]
+    """Return ``param.grad``, whatever the parameter's Python class says of ``grad``."""
+    return _get_grad(param)  # type: ignore[no-any-return]
 
 
 def write_slot(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Set ``param.grad`` past any Python class of the parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _set_grad(param, grad)
+    """Set ``param.grad``, whatever the parameter's Python class says of ``grad``."""
+    _set_grad(param, grad)

@@ -26,7 +26,7 @@ class Gradients:
         return [row[0] for row in self._context.transport.exchange([value], tag)]
 
     def norm(self, grads: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-        """Return the global norm; 0-d fp32.
+        """Return the global norm; 0-d, fp64 if a gradient is, else fp32.
 
         Raises:
             ConfigError: an order of 0 or below.
@@ -40,7 +40,9 @@ class Gradients:
             total = max(parts)
         else:
             total = root_of(math.inf if math.inf in parts else math.fsum(parts), order)
-        return torch.tensor(total, dtype=torch.float32, device=self._context.device)
+        widest = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
+        dtype = torch.float64 if widest else torch.float32
+        return torch.tensor(total, dtype=dtype, device=self._context.device)
 
     @torch.no_grad()
     def clip_norm_(

@@ -100,7 +100,7 @@ class SavedWeights:
 
     def push(self) -> None:
         """Put the hooks on top, unless they are there or functorch refuses them."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if not self._by_storage or torch._C._functorch.peek_interpreter_stack() is not None:
             self._pushed.append(False)
             return
         top = _autograd._top_saved_tensors_default_hooks(True)

@@ -44,7 +44,7 @@ class Reducer:
         self._position = 0
         self._flying: deque[Unit] = deque()
         self._missing: dict[int, int] = {}
-        self._seen: set[tuple[int, int]] = set()
+        self._backward = 0
         self._completed: list[int] = []
         self._order_is_fixed = len(units) < 2 or context.world_size == 1
         self._dirty = False
@@ -89,14 +89,13 @@ class Reducer:
         if slot is not None:
             write_slot(entry.param, None)
 
-    @torch.no_grad()
     def land(self, entry: Entry) -> None:
         """Move the gradient that autograd left in the slot into the bucket."""
         unit = entry.unit
         bucket = unit.bucket
         held, entry.stashed = entry.stashed, None
         grad = read_slot(entry.param)
-        if grad is None or bucket is None or isinstance(grad, GradSpan):
+        if grad is None or bucket is None:
             write_slot(entry.param, held if grad is None else grad)
             return
         if grad.requires_grad:
@@ -104,38 +103,30 @@ class Reducer:
                 f"Expected a backward without create_graph, got one ({entry.fqn}). "
                 f"Use torch.autograd.grad(..., create_graph=True) for higher derivatives."
             )
-        if held is not None and held is not entry.slot:
+        if held is None:
+            entry.valid = False
+        elif held is not entry.slot:
             self._adopt(entry, held)
-            held = entry.slot
-        entry.valid = entry.valid and held is not None
+        if self._defers and bucket.in_flight:
+            self.settle_flying()
         if grad.is_sparse:
             grad = grad.to_dense()
-        if unit in self._flying and bucket.in_flight and self._defers:
-            self.settle_flying()
-        add = bucket.landed[entry.index] and held is not None
-        self._count(unit, entry)
-        bucket.land(entry.index, entry.cut(memory_order(grad, entry.model)), self._scale, add=add)
+        add = held is not None and bucket.landed[entry.index]
+        bucket.land(entry.index, grad, self._scale, add=add)
         write_slot(entry.param, entry.slot)
-        if not (self.blocked and self._defers) and self._missing.get(unit.number) == 0:
-            self._launch_ready()
+        if entry.counted_in != self._backward:
+            entry.counted_in = self._backward
+            self._count(unit)
 
-    def _count(self, unit: Unit, entry: Entry) -> None:
+    def _count(self, unit: Unit) -> None:
         missing = self._missing.get(unit.number)
         if missing is None:
             missing = sum(unit.entries[i].param.requires_grad for i in unit.trained)
-            self._missing[unit.number] = missing
-            self._first_landing(unit)
-        assert unit.bucket is not None
-        key = (unit.number, entry.index)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._missing[unit.number] = missing - 1
-            if missing == 1:
-                self._completed.append(unit.number)
-
-    def _first_landing(self, unit: Unit) -> None:
-        if len(self._missing) == 1:
-            self._seen.clear()
+        self._missing[unit.number] = missing - 1
+        if missing == 1:
+            self._completed.append(unit.number)
+            if not (self.blocked and self._defers):
+                self._launch_ready()
 
     def _launch_ready(self) -> None:
         while self._position < len(self._order):
@@ -204,12 +195,16 @@ class Reducer:
 
     def end_backward(self) -> None:
         """Launch what is left of the round and wait for all of it; collective unless blocked."""
-        self._missing.clear()
+        self._new_backward()
         self._dirty = True
         if self.blocked and self._defers:
             self._completed.clear()
             return
         self._round()
+
+    def _new_backward(self) -> None:
+        self._missing.clear()
+        self._backward += 1
 
     def _round(self) -> None:
         while self._position < len(self._order):
@@ -222,7 +217,7 @@ class Reducer:
 
     def abort_backward(self) -> None:
         """Forget how far a backward that raised had come; what landed stays. *Local.*"""
-        self._missing.clear()
+        self._new_backward()
         self._completed.clear()
         self._position = 0
         for unit in self._units:

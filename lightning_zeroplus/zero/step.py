@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,9 @@ class BoundOptimizer:
         self._step: Callable[..., Any] = optimizer.step
         self._swapped: list[tuple[dict[str, Any], list[Any]]] = []
         self._units: list[Unit] = []
+        self._user_state: defaultdict[torch.Tensor, Any] | None = None
+        self._seen_state: defaultdict[torch.Tensor, Any] | None = None
+        self._by_shard: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         optimizer.step = self._wrapped()  # type: ignore[method-assign]
 
     def detach(self) -> None:
@@ -109,7 +113,7 @@ class BoundOptimizer:
         engine = self._required()
         engine.finalize()
         engine.end_window()
-        state = self.optimizer.state
+        by_shard = self._states_by_shard(engine)
         touched: dict[Unit, None] = {}
         for group in self.optimizer.param_groups:
             params = group["params"]
@@ -119,20 +123,29 @@ class BoundOptimizer:
                 if entry is None:
                     self._refuse_foreign(engine)
                     continue
-                if not self._offer(engine, entry):
-                    continue
-                touched[entry.unit] = None
-                shard = entry.shard
-                if shard is None or shard.numel() == 0:
-                    continue
-                shards.append(shard)
-                if param in state:
-                    state[shard] = state.pop(param)
+                if self._offer(engine, entry):
+                    touched[entry.unit] = None
+                    if entry.shard is not None and entry.shard.numel():
+                        shards.append(entry.shard)
             self._swapped.append((group, params))
             group["params"] = shards
+        self._user_state = self.optimizer.state
+        self.optimizer.state = by_shard
         self._units = list(touched)
         for unit in self._units:
             unit.adopt_edits()
+
+    def _states_by_shard(self, engine: Engine) -> defaultdict[torch.Tensor, Any]:
+        """Return the state keyed by shards; the inner dicts are the user's own."""
+        state = self.optimizer.state
+        if self._seen_state is not state or len(self._by_shard) != len(state):
+            self._by_shard = defaultdict(dict)
+            for param, values in state.items():
+                entry = engine.find(param)
+                if entry is not None and entry.shard is not None:
+                    self._by_shard[entry.shard] = values
+            self._seen_state = state
+        return self._by_shard
 
     @staticmethod
     def _offer(engine: Engine, entry: Entry) -> bool:
@@ -148,8 +161,12 @@ class BoundOptimizer:
         return True
 
     def _swap_back(self) -> None:
+        if not self._swapped:
+            return
         engine = self._engine()
-        state = self.optimizer.state
+        state, self._user_state = self._user_state, None
+        assert state is not None
+        fresh = len(self._by_shard) != len(state)
         while self._swapped:
             group, params = self._swapped.pop()
             group["params"] = params
@@ -158,8 +175,9 @@ class BoundOptimizer:
                 shard = None if entry is None else entry.shard
                 if shard is not None:
                     shard.grad = None
-                    if shard in state:
-                        state[param] = state.pop(shard)
+                    if fresh and shard in self._by_shard:
+                        state[param] = self._by_shard[shard]
+        self.optimizer.state = state
 
     @torch.no_grad()
     def _refresh(self, units: list[Unit]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightning_zeroplus.comm.bucket import GradBucket
+from lightning_zeroplus.comm.bucket import GradBucket, in_memory_order
 from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
 from lightning_zeroplus.comm.transport import Tag, Work
 from lightning_zeroplus.errors import PhaseError
@@ -32,6 +32,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
+        "counted_in",
         "fqn",
         "index",
         "model",
@@ -54,6 +55,8 @@ class Entry:
         self.index = index
         self.slot: GradSpan | None = None
         self.stashed: torch.Tensor | None = None
+        self.counted_in = -1
+        """The backward in which it landed last."""
         self.valid = False
         """Whether the accumulator holds this window's gradient."""
         self.shard: torch.Tensor | None = None
@@ -67,21 +70,10 @@ class Entry:
         """Elements of the full parameter."""
         return self.model.numel
 
-    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return ``flat`` ``[numel]`` in pieces by owner, empty ones left out."""
-        parts = self.unit.grad_layout.parts_of[self.index]
-        return [flat[p.span.start : p.span.stop] for p in parts]
-
 
 def memory_order(tensor: torch.Tensor, like: ModelParam) -> torch.Tensor:
     """Return ``tensor`` (of the parameter's shape) as 1-D in the parameter's memory order."""
-    if tensor.stride() != like.stride and tensor.numel() > 0:
-        dense = torch.empty_strided(
-            like.shape, like.stride, dtype=tensor.dtype, device=tensor.device
-        )
-        dense.copy_(tensor)
-        tensor = dense
-    return tensor.as_strided((like.numel,), (1,), tensor.storage_offset())
+    return in_memory_order(tensor, like.shape, like.stride)
 
 
 class Unit:
@@ -113,7 +105,9 @@ class Unit:
         self.reduce_dtype = reduce_dtype
         self.transport = context.transport
         self.entries = [Entry(model, self, n) for n, model in enumerate(plan.params)]
-        specs = tuple(ParamSpec(e.fqn, e.numel) for e in self.entries)
+        specs = tuple(
+            ParamSpec(e.fqn, e.numel, tuple(e.model.shape), e.model.stride) for e in self.entries
+        )
         self.layout = WeightLayout(specs, dtype.itemsize, context.world_size)
         self.trained: tuple[int, ...] = ()
         self.grad_layout = GradLayout(self.layout, (), reduce_dtype.itemsize, 0)
