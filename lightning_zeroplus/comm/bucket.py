@@ -66,9 +66,7 @@ class GradBucket:
     ) -> None:
         self.layout = layout
         self.geometry = {
-            n: (spec.shape, spec.stride)
-            for n, spec in enumerate(layout.weights.params)
-            if spec.numel
+            n: (spec.shape, spec.stride) for n, spec in enumerate(layout.weights.params)
         }
         self.dtype = dtype
         self.device = pool.device
@@ -83,8 +81,12 @@ class GradBucket:
         self._arrived: PooledBlock | None = None
         self._work: Work | None = None
         self._tag: Tag | None = None
-        self._sent_landed: list[bool] = []
+        self._sent_landed: dict[int, bool] = {}
         self.landed: dict[int, bool] = dict.fromkeys(layout.trained, False)
+
+    def was_sent(self, index: int) -> bool:
+        """Return whether the last reduction carried a gradient of ``index`` from this rank."""
+        return self._sent_landed[index]
 
     @property
     def in_flight(self) -> bool:
@@ -145,7 +147,7 @@ class GradBucket:
         )
         self._tag = tag
         self._sent, self._block = self._block, self._block if self._permanent else None
-        self._sent_landed = list(self.landed.values())
+        self._sent_landed = dict(self.landed)
         for index in self.landed:
             self.landed[index] = False
 
@@ -183,7 +185,7 @@ class GradBucket:
         rows = self._arrival(self._arrived).view(self.world_size, own)
         terms = [rows[r, :body] for r in range(self.world_size)]
         if not self.layout.header_numel:
-            return Reduced(terms, self._sent_landed, [0])
+            return Reduced(terms, list(self._sent_landed.values()), [0])
         heads = [rows[r, body:].view(torch.uint8) for r in range(self.world_size)]
         used, flags = self._read_headers(heads)
         return Reduced(terms, used, flags)

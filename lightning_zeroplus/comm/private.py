@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ from lightning_zeroplus.errors import ConfigError
 
 __all__ = [
     "Arena",
+    "hide_frame_from_compiler",
+    "hide_from_compiler",
     "missing_private_calls",
     "resize_fallback",
     "swap_memory",
@@ -100,3 +103,15 @@ class Arena:
     def nbytes(cls, device: torch.device) -> int:
         """Return the bytes that the arena holds on ``device``."""
         return sum(block.numel() for block in cls._blocks.get(device, []))
+
+
+def hide_from_compiler(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` so that dynamo runs it, and what it calls, as plain Python."""
+    return torch.compiler.disable(fn)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def hide_frame_from_compiler(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` itself, whose own frame dynamo leaves alone; costs nothing per call."""
+    from torch._dynamo.decorators import skip
+
+    return skip(fn)

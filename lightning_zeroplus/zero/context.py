@@ -32,6 +32,9 @@ class Context:
         self.unshard_for_touch: Callable[[Any, str], None] = _no_residency
         """Unshards a unit for an access under autograd; set by the residency."""
 
+        self.settle_weights: Callable[[Any], None] = _no_cache
+        """Lets cached full weights of a unit go before its shard is used."""
+
     @property
     def rank(self) -> int:
         """This rank."""
@@ -65,6 +68,10 @@ class Context:
         self.transport.all_gather(rows, mine, tag).wait()
         table: list[list[float]] = rows.view(self.world_size, -1).tolist()
         return table
+
+
+def _no_cache(unit: object) -> None:
+    """Stand-in where all weights are resident."""
 
 
 def _no_residency(unit: object, name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.comm.private import hide_from_compiler
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Transport
 from lightning_zeroplus.config import EngineConfig
@@ -103,8 +104,9 @@ class Engine:
             defers=row.blocked_gradient is Placement.PARTIAL,
         )
         self.gradients = Gradients(self.context)
-        self.end = BackwardEnd()
         self.residency = Residency(self.units, self.context, config.prefetch)
+        aborts = (self.reducer.abort_backward, self.residency.end_backward)
+        self.end = BackwardEnd(aborts)
         flat = [u for u in self.units if not u.weights.resident]
         self._saved = SavedWeights(flat, self.residency, self.end)
         self._forward_hooks = ForwardHooks(self.residency, self._saved)
@@ -177,7 +179,6 @@ class Engine:
         self.context.evaluating = evaluation and not torch.is_grad_enabled()
         self.before_forward()
         self._in_forward = True
-        self._saved.push()
         try:
             yield
         except BaseException:
@@ -185,7 +186,6 @@ class Engine:
             raise
         finally:
             self._in_forward = False
-            self._saved.pop()
         if not torch.is_grad_enabled():
             self.residency.end_forward()
 
@@ -193,6 +193,7 @@ class Engine:
         """Arm new parameters, and broadcast buffers when training."""
         if self._in_forward or torch._C._current_graph_task_id() != -1:
             return
+        self.reducer.settle_flying()
         self.arm()
         if torch.is_grad_enabled() and not self.reducer.blocked:
             build.broadcast_buffers(self._buffers(), self.context)
@@ -208,8 +209,8 @@ class Engine:
         try:
             yield
         except BaseException:
-            self.end.drop()
-            self.reducer.abort_backward()
+            self.end.on_event(self.reducer.end_backward)
+            self.end.abort()
             self.residency.reset()
             raise
         finally:
@@ -413,10 +414,10 @@ class _BeforeRoot:
     """Pre-forward hook of the root module, for loops without `Engine.forward_pass`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._run = hide_from_compiler(engine.before_forward)
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        self._engine.before_forward()
+        self._run()
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         return Nothing()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zeroplus.comm.private import hide_frame_from_compiler, hide_from_compiler
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.reduce import Reducer
@@ -19,12 +20,29 @@ __all__ = ["BackwardEnd", "ForwardHooks", "Nothing", "SavedWeights", "hook_gradi
 _autograd = torch._C._autograd
 
 
+class _Ending:
+    """Queued on one backward; dies uncalled if that backward raises."""
+
+    def __init__(self, end: BackwardEnd) -> None:
+        self._end: BackwardEnd | None = end
+
+    def __call__(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end.flush()
+
+    def __del__(self) -> None:
+        if self._end is not None:
+            self._end.abort()
+
+
 class BackwardEnd:
     """Runs what is due once at the end of the outermost backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_abort: Sequence[Callable[[], None]]) -> None:
         self._task = -1
         self._due: list[Callable[[], None]] = []
+        self._on_abort = on_abort
         self.bracketed = False
 
     def on_event(self, then: Callable[[], None]) -> None:
@@ -32,11 +50,10 @@ class BackwardEnd:
         if then not in self._due:
             self._due.append(then)
         task = torch._C._current_graph_task_id()
-        if self.bracketed or task == self._task or task == -1:
+        if self.bracketed or task in (self._task, -1):
             return
-        # Keyed by task: an exception drops the callback, and the next backward queues its own.
         self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        torch.autograd.Variable._execution_engine.queue_callback(_Ending(self))
 
     def flush(self) -> None:
         """Run and forget what is due."""
@@ -45,10 +62,13 @@ class BackwardEnd:
         for then in due:
             then()
 
-    def drop(self) -> None:
-        """Forget what is due."""
-        self._task = -1
-        self._due = []
+    def abort(self) -> None:
+        """Forget what is due: the backward raised."""
+        if self._due:
+            self._task = -1
+            self._due = []
+            for then in self._on_abort:
+                then()
 
 
 class _Stash:
@@ -80,12 +100,13 @@ def hook_gradients(entry: Entry, reducer: Reducer, end: BackwardEnd) -> list[Any
 
     The node's own hooks run after every hook that the user put on the parameter.
     """
+    stash, land = _Stash(entry, reducer), _Land(entry, reducer, end)
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(entry.param).node
     entry.node = node
     return [
-        node.register_prehook(_Stash(entry, reducer)),
-        node.register_hook(_Land(entry, reducer, end)),
+        node.register_prehook(hide_from_compiler(stash)),
+        node.register_hook(hide_from_compiler(land)),
     ]
 
 
@@ -97,6 +118,7 @@ class SavedWeights:
         self._residency = residency
         self._end = end
         self._pushed: list[bool] = []
+        self._unpack = hide_from_compiler(self._unpack_weight)
 
     def push(self) -> None:
         """Put the hooks on top, unless they are there or functorch refuses them."""
@@ -131,15 +153,15 @@ class SavedWeights:
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, _Packed):
-                return self._unpack(packed)
+                return self._unpack(packed)  # type: ignore[no-any-return]
             if isinstance(packed, _Outer):
                 return outer[1](packed.value)  # type: ignore[no-any-return]
             return packed  # type: ignore[no-any-return]
 
         pack.owner = self  # type: ignore[attr-defined]
-        return pack, unpack
+        return hide_frame_from_compiler(pack), hide_frame_from_compiler(unpack)
 
-    def _unpack(self, packed: _Packed) -> torch.Tensor:
+    def _unpack_weight(self, packed: _Packed) -> torch.Tensor:
         unit = packed.unit
         if packed.alias._version != packed.version:
             raise RuntimeError(
@@ -184,9 +206,13 @@ class _Enter:
     def __init__(self, hooks: ForwardHooks, units: Sequence[Unit]) -> None:
         self._hooks = hooks
         self._units = units
+        self._run = hide_from_compiler(self._go)
 
-    def __call__(self, module: nn.Module, args: object) -> None:
+    def _go(self) -> None:
         self._hooks.enter(self._units)
+
+    def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
+        self._run()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Nothing:
         return Nothing()
@@ -196,7 +222,7 @@ class _Enter:
 
 
 class _Leave(_Enter):
-    def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
+    def _go(self) -> None:
         self._hooks.leave(self._units)
 
 

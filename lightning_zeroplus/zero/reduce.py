@@ -45,6 +45,7 @@ class Reducer:
         self._flying: deque[Unit] = deque()
         self._missing: dict[int, int] = {}
         self._backward = 0
+        self._aborted = False
         self._completed: list[int] = []
         self._order_is_fixed = len(units) < 2 or context.world_size == 1
         self._dirty = False
@@ -84,6 +85,8 @@ class Reducer:
 
     def stash(self, entry: Entry) -> None:
         """Take the slot's gradient away before autograd adds to it."""
+        if self._aborted:
+            self._recover()
         slot = read_slot(entry.param)
         entry.stashed = slot
         if slot is not None:
@@ -127,6 +130,10 @@ class Reducer:
             self._completed.append(unit.number)
             if not (self.blocked and self._defers):
                 self._launch_ready()
+
+    def _recover(self) -> None:
+        self._aborted = False
+        self.settle_flying()
 
     def _launch_ready(self) -> None:
         while self._position < len(self._order):
@@ -178,6 +185,9 @@ class Reducer:
                 entry.valid = False
             elif slot is not entry.slot:
                 self._adopt(entry, slot)
+            if slot is None and unit.bucket.was_sent(entry.index):
+                # Emptied by the user since it landed, after a backward that raised.
+                reduced.used[unit.trained.index(entry.index)] = False
         unit.accumulate(reduced.terms, reduced.used)
         unit.bucket.release()
         for entry, used in zip(entries, reduced.used, strict=True):
@@ -220,6 +230,7 @@ class Reducer:
         self._new_backward()
         self._completed.clear()
         self._position = 0
+        self._aborted = True
         for unit in self._units:
             for entry in unit.entries:
                 if entry.stashed is not None:
@@ -231,6 +242,7 @@ class Reducer:
 
     def finalize(self) -> None:
         """Make accumulators and slots right on every rank; collective, and free when they are."""
+        self.settle_flying()
         if not self._dirty:
             return
         self._dirty = False

@@ -37,6 +37,7 @@ class Residency:
         self._last: tuple[Operation, int, int] = (Operation.IDLE, -1, -1)
         self._by_number = {u.number: u for u in self._units}
         context.unshard_for_touch = self.touch
+        context.settle_weights = self.settle
 
     # -- uses
 
@@ -52,6 +53,8 @@ class Residency:
     def leave(self, unit: Unit) -> None:
         """A module of ``unit`` has ended its forward, or raised."""
         self._depth[unit.number] -= 1
+        if self._depth[unit.number] == 0 and unit.number not in self._held:
+            unit.doze()
 
     def hold(self, unit: Unit) -> None:
         """Keep ``unit`` unsharded until the window ends."""
@@ -62,6 +65,11 @@ class Residency:
         self.hold(unit)
         self.need(unit, Operation.TOUCH)
 
+    def settle(self, unit: Unit) -> None:
+        """Before an access to the shard: cached full weights that nothing uses go. *Local.*"""
+        if unit.weights.is_unsharded and not self._pinned(unit):
+            self._rest(unit)
+
     def need(self, unit: Unit, operation: Operation) -> None:
         """Have the full weights of ``unit`` there; collective unless they are."""
         unit.last_node = torch._C._current_autograd_node()
@@ -71,13 +79,17 @@ class Residency:
                 self._recent.append(unit)
             if self._last[2] != unit.number:
                 self._note(unit, operation)
+            if operation is not Operation.BACKWARD:
+                unit.wake()
             return
         with torch._C.DisableTorchFunctionSubclass(), _plain_mode():
             if not unit.weights.is_gathering:
                 self._make_room(unit)
                 self._start(unit, operation)
             unit.weights.finish_unshard()
-            unit.wake()
+            unit.note_versions()
+            if operation is not Operation.BACKWARD:
+                unit.wake()
             self._note(unit, operation)
             self._look_ahead(unit, operation)
 

@@ -41,7 +41,9 @@ class WeightSpan(SpanTensor):
     def to_local(self) -> torch.Tensor:
         """Return this rank's elements of the weight shard, 1-D. *Local.*"""
         unit = self._entry.unit
-        return unit.weights.shard[unit.shard_range(self._entry.index)]
+        unit.context.settle_weights(unit)
+        chunk = unit.weights.own_part() if unit.weights.is_unsharded else unit.weights.shard
+        return chunk[unit.shard_range(self._entry.index)]
 
     def _may_gather(self, operation: str) -> None:
         if not self._entry.unit.context.gathers_on_access:
@@ -167,6 +169,11 @@ def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
     if func in _NO_MEMORY:
         raise PhaseError(refusal(_required(args[0]), name))
+    if func is torch.autograd.grad:
+        return _grad_of_edges(func, args, kwargs)
+    if getattr(func, "__module__", "") == "torch.nn.init":
+        with torch.no_grad():
+            return _on_spans(func, args, kwargs)
     entries = _resting_entries(args, kwargs)
     tracked = torch.is_grad_enabled()
     if not tracked:
@@ -177,6 +184,20 @@ def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for unit in dict.fromkeys(entry.unit for entry in entries):
         unit.context.unshard_for_touch(unit, name)
     return func(*args, **kwargs)
+
+
+def _grad_of_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Differentiate with respect to a resting weight: its edge says where, no value is read."""
+
+    def edge(item: Any) -> Any:
+        if isinstance(item, RestMixin):
+            return torch.autograd.graph.get_gradient_edge(_required(item).param)
+        return item
+
+    given = [tree_map(edge, a) if n == 1 else a for n, a in enumerate(args)]
+    if "inputs" in kwargs:
+        kwargs = {**kwargs, "inputs": tree_map(edge, kwargs["inputs"])}
+    return func(*given, **kwargs)
 
 
 _NO_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.share_memory_, _T.set_, _T.resize_}

@@ -117,6 +117,8 @@ class Unit:
         self.master: torch.Tensor
         self._grad_views: dict[int, torch.Tensor] = {}
         self.user_classes: list[type] = [type(e.param) for e in self.entries]
+        self.is_awake = False
+        """Whether parameters of Flat weights have the user's class now."""
         self.last_node: object = None
         """Autograd node that used the weights last."""
 
@@ -179,10 +181,25 @@ class Unit:
     # -- between uses
 
     def wake(self) -> None:
-        """Full weights are there: parameters take their own class again. *Local.*"""
-        for entry, user_class in zip(self.entries, self.user_classes, strict=True):
-            entry.param.__class__ = user_class
-            entry.version = entry.param._version
+        """Full weights are there and in use: parameters take their own class. *Local.*"""
+        if not self.is_awake:
+            self.is_awake = True
+            for entry, user_class in zip(self.entries, self.user_classes, strict=True):
+                entry.param.__class__ = user_class
+
+    def doze(self) -> None:
+        """Full weights may stay, but every access is noticed again. *Local.*"""
+        if self.is_awake:
+            self.is_awake = False
+            for entry in self.entries:
+                assert entry.resting_class is not None
+                entry.param.__class__ = entry.resting_class
+
+    def note_versions(self) -> None:
+        """Remember the versions of unedited full weights. *Local.*"""
+        with torch._C.DisableTorchFunctionSubclass():
+            for entry in self.entries:
+                entry.version = entry.param._version
 
     def rest(self) -> None:
         """Keep edits of the full weights, then let them go. *Local.*
@@ -191,14 +208,19 @@ class Unit:
             PhaseError: a parameter was pointed at other memory while it was gathered.
         """
         self.keep_edits()
-        for entry in self.entries:
-            assert entry.resting_class is not None
-            entry.param.__class__ = entry.resting_class
+        self.doze()
         self.weights.reshard()
 
     @torch.no_grad()
     def keep_edits(self) -> None:
         """Copy this rank's part of edited full weights into the shard. *Local.*"""
+        with torch._C.DisableTorchFunctionSubclass():
+            edited = self._find_edits()
+        own = self.weights.own_part()
+        if edited or not torch.equal(own, self.weights.shard):
+            self.weights.shard.copy_(own)
+
+    def _find_edits(self) -> bool:
         edited = False
         base = self.weights.flat.data_ptr()
         size = self.dtype.itemsize
@@ -211,16 +233,13 @@ class Unit:
                     f"another tensor (rank {self.context.rank}). Use copy_ instead of assigning "
                     f".data, and convert the model before training starts."
                 )
-        own = self.weights.own_part()
-        if edited or not torch.equal(own, self.weights.shard):
-            self.weights.shard.copy_(own)
+        return edited
 
     @torch.no_grad()
     def undo_edits(self) -> None:
         """Make `keep_edits` find nothing. *Local.*"""
         self.weights.own_part().copy_(self.weights.shard)
-        for entry in self.entries:
-            entry.version = entry.param._version
+        self.note_versions()
 
     def free(self) -> None:
         """Let all memory go but the shapes, and masters, that optimizer state needs. *Local.*"""
