@@ -15,7 +15,7 @@ from lightning_zeroplus.comm.private import hide_from_compiler
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Transport
 from lightning_zeroplus.config import EngineConfig
-from lightning_zeroplus.errors import ConfigError, PhaseError
+from lightning_zeroplus.errors import ConfigError, PhaseError, name_offenders
 from lightning_zeroplus.layout.placement import STAGES, Placement
 from lightning_zeroplus.zero import build, state
 from lightning_zeroplus.zero.context import Context
@@ -28,12 +28,11 @@ from lightning_zeroplus.zero.hooks import (
     hook_gradients,
 )
 from lightning_zeroplus.zero.materialize import materialize
-from lightning_zeroplus.zero.memory import MemoryReport, measure
 from lightning_zeroplus.zero.model import agree_on_model, refuse_unusable, scan_parameters
 from lightning_zeroplus.zero.plan import uses_by_module
 from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
-from lightning_zeroplus.zero.span_tensor import gather_full
+from lightning_zeroplus.zero.state_access import StateAccess
 from lightning_zeroplus.zero.step import BoundOptimizer
 from lightning_zeroplus.zero.unit import Entry, Unit
 
@@ -65,7 +64,7 @@ def shard(
     return Engine(module, config, transport, device or torch.device("cpu"), originals or {})
 
 
-class Engine:
+class Engine(StateAccess):
     """One sharded module. Every method is collective unless it says *local*."""
 
     def __init__(
@@ -114,6 +113,7 @@ class Engine:
         self._install_forward_hooks(flat)
         self._bound: dict[int, BoundOptimizer] = {}
         self._in_forward = False
+        self._buffers_due = True
         self.closed = False
         self.arm()
 
@@ -194,9 +194,34 @@ class Engine:
         if self._in_forward or torch._C._current_graph_task_id() != -1:
             return
         self.reducer.settle_flying()
+        self.take_back_replaced()
         self.arm()
-        if torch.is_grad_enabled() and not self.reducer.blocked:
+        if not torch.is_grad_enabled():
+            return
+        if self._buffers_due:
             build.broadcast_buffers(self._buffers(), self.context)
+        # As under DDP, where a blocked forward leaves the next one without a broadcast.
+        self._buffers_due = not self.reducer.blocked
+
+    def take_back_replaced(self) -> None:
+        """Copy what the user assigned to ``param.data`` into the unit; refuse new objects. *Local.*
+
+        Raises:
+            PhaseError: a module holds another parameter object now, or data of another kind.
+        """
+        replaced = [
+            e.fqn
+            for e in self._entries.values()
+            if e.model.owners[0]._parameters[e.local_name] is not e.param
+        ]
+        if replaced:
+            raise PhaseError(
+                f"Expected the parameters that were sharded, got other objects for "
+                f"{name_offenders(replaced)}. Copy new values into them, or shard again."
+            )
+        for unit in self.units:
+            if unit.weights.resident:
+                unit.take_back_replaced()
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -278,13 +303,6 @@ class Engine:
         """Multiply gradients by ``inverse_scale``; return whether any rank saw a non-finite one."""
         return self.gradients.unscale_(self._grads_of(params), inverse_scale)
 
-    def full_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return the reduced gradient of ``param`` in full, or None if the window has none."""
-        self.finalize()
-        entry = self._required(param)
-        local = self.reducer.read(entry)
-        return None if local is None else gather_full(entry, local, "full_gradient")
-
     def _grads_of(self, params: Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
         self.finalize()
         entries = (
@@ -294,75 +312,6 @@ class Engine:
         )
         grads = (self.reducer.read(e) for e in entries)
         return [g for g in grads if g is not None]
-
-    # -- full views
-
-    @contextlib.contextmanager
-    def full_parameters(
-        self,
-        module_or_params: nn.Module | Iterable[torch.Tensor] | None = None,
-        writeback: bool = False,
-    ) -> Iterator[None]:
-        """Have full weights inside; edits survive with ``writeback``, else they are undone."""
-        self._open()
-        if isinstance(module_or_params, nn.Module):
-            module_or_params = list(module_or_params.parameters())
-        if module_or_params is None:
-            units = self.units
-        else:
-            found = (self._required(p).unit for p in module_or_params)
-            units = list(dict.fromkeys(found))
-        with state.unsharded(units, self.residency, writeback=writeback):
-            yield
-
-    # -- state
-
-    def iterate_full_state(self, keep_on: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield every parameter by every name, then buffers; on the CPU of rank ``keep_on``."""
-        self._open()
-        yield from state.iterate_full_state(self, keep_on)
-
-    def load_full_state(
-        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
-    ) -> tuple[list[str], list[str]]:
-        """Take this rank's spans from full tensors; return missing and unexpected names.
-
-        Raises:
-            CheckpointError: names or shapes that do not fit, all listed.
-        """
-        self._open()
-        return state.load_full_state(self, state_dict, strict=strict)
-
-    def full_optimizer_state(
-        self, optimizer: Optimizer, param: torch.Tensor, key: str
-    ) -> torch.Tensor:
-        """Return one state tensor of ``param`` in full."""
-        return state.full_optimizer_state(self, optimizer, self._required(param), key)
-
-    def set_full_optimizer_state(
-        self, optimizer: Optimizer, param: torch.Tensor, key: str, value: torch.Tensor
-    ) -> None:
-        """Set this rank's span of one state tensor from a full one. *Local.*"""
-        state.set_full_optimizer_state(optimizer, self._required(param), key, value)
-
-    def full_optimizer_state_dict(
-        self, optimizer: Optimizer, keep_on: int = 0
-    ) -> dict[str, object]:
-        """Return torch's own state dict with full tensors on rank ``keep_on``, ``{}`` elsewhere."""
-        return state.full_optimizer_state_dict(self, optimizer, keep_on)
-
-    def load_full_optimizer_state_dict(
-        self, optimizer: Optimizer, state_dict: Mapping[str, object]
-    ) -> None:
-        """Take this rank's spans of a full optimizer state dict. *Local.*"""
-        state.load_full_optimizer_state_dict(self, optimizer, state_dict)
-
-    def memory_report(self) -> MemoryReport:
-        """Return the bytes this rank holds by role, from live tensors. *Local.*"""
-        return measure(self.units, [b.optimizer for b in self._bound.values()], self._pools())
-
-    def _pools(self) -> list[BufferPool]:
-        return [self._pool, self._weight_pool]
 
     # -- the end
 

@@ -203,7 +203,7 @@ class Residency:
 
     def serve(self) -> None:
         """Join peers' gathers until every rank serves; collective."""
-        if not self._context.evaluating or self._context.world_size == 1:
+        if self._context.world_size == 1:
             return
         self._rest_all(keep_pinned=True)
         while True:

@@ -19,7 +19,7 @@ from lightning_zeroplus.zero.span_tensor import gather_full
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
 if TYPE_CHECKING:
-    from lightning_zeroplus.zero.engine import Engine
+    from lightning_zeroplus.zero.state_access import StateAccess as Engine
 
 __all__ = [
     "MASTER_KEY",

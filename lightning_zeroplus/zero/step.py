@@ -7,6 +7,7 @@ of the closure (clipping and hooks inside it see the parameters) to its return.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -39,21 +40,23 @@ class BoundOptimizer:
         self._refuse_foreign(engine)
         if engine.context.world_size > 1:
             probe_optimizer(optimizer, engine.master_dtypes())
-        self._had_step = "step" in optimizer.__dict__
         self._step: Callable[..., Any] = optimizer.step
+        self._detached = False
         self._swapped: list[tuple[dict[str, Any], list[Any]]] = []
         self._units: list[Unit] = []
+        self._stepped: list[torch.Tensor] = []
         self._user_state: defaultdict[torch.Tensor, Any] | None = None
         self._seen_state: defaultdict[torch.Tensor, Any] | None = None
         self._by_shard: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        optimizer.step = self._wrapped()  # type: ignore[method-assign]
+        self._ours = types.MethodType(self._wrapped(), optimizer)
+        optimizer.step = self._ours  # type: ignore[method-assign]
 
     def detach(self) -> None:
         """Give the optimizer its own `step` back. *Local.*"""
-        if self._had_step:
+        self._detached = True
+        # A scheduler made since may have wrapped ours, which now only passes on.
+        if self.optimizer.__dict__.get("step") is self._ours:
             self.optimizer.step = self._step  # type: ignore[method-assign]
-        else:
-            self.optimizer.__dict__.pop("step", None)
 
     def _refuse_foreign(self, engine: Engine) -> None:
         foreign = [
@@ -73,9 +76,9 @@ class BoundOptimizer:
         ref = weakref.ref(self)
 
         @functools.wraps(inner)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             bound = ref()
-            if bound is None:
+            if bound is None or bound._detached:
                 return inner(*args, **kwargs)
             closure = args[0] if args else kwargs.pop("closure", None)
             rest = args[1:]
@@ -102,8 +105,9 @@ class BoundOptimizer:
             out = call()
         finally:
             units, self._units = self._units, []
+            stepped, self._stepped = self._stepped, []
             self._swap_back()
-        self._refresh(units)
+        self._refresh(units, stepped)
         return out
 
     # -- swapping
@@ -113,6 +117,7 @@ class BoundOptimizer:
         engine = self._required()
         engine.finalize()
         engine.end_window()
+        engine.take_back_replaced()
         by_shard = self._states_by_shard(engine)
         touched: dict[Unit, None] = {}
         for group in self.optimizer.param_groups:
@@ -125,6 +130,7 @@ class BoundOptimizer:
                     continue
                 if self._offer(engine, entry):
                     touched[entry.unit] = None
+                    self._stepped.append(entry.param)
                     if entry.shard is not None and entry.shard.numel():
                         shards.append(entry.shard)
             self._swapped.append((group, params))
@@ -180,7 +186,7 @@ class BoundOptimizer:
         self.optimizer.state = state
 
     @torch.no_grad()
-    def _refresh(self, units: list[Unit]) -> None:
+    def _refresh(self, units: list[Unit], stepped: list[torch.Tensor]) -> None:
         engine = self._required()
         works = []
         for unit in units:
@@ -191,9 +197,8 @@ class BoundOptimizer:
         for work in works:
             if work is not None:
                 work.wait()
-        params = [e.param for u in units for e in u.entries]
-        if params:
-            torch.autograd.graph.increment_version(params)
+        if stepped:
+            torch.autograd.graph.increment_version(stepped)
 
     def _required(self) -> Engine:
         engine = self._engine()

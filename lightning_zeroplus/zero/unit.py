@@ -70,6 +70,11 @@ class Entry:
         """Elements of the full parameter."""
         return self.model.numel
 
+    @property
+    def local_name(self) -> str:
+        """Name of the parameter in its owner."""
+        return self.fqn.rpartition(".")[2]
+
 
 def memory_order(tensor: torch.Tensor, like: ModelParam) -> torch.Tensor:
     """Return ``tensor`` (of the parameter's shape) as 1-D in the parameter's memory order."""
@@ -234,6 +239,29 @@ class Unit:
                     f".data, and convert the model before training starts."
                 )
         return edited
+
+    @torch.no_grad()
+    def take_back_replaced(self) -> None:
+        """Copy data that the user assigned to a resident parameter into its view. *Local.*
+
+        Raises:
+            PhaseError: data of another shape, dtype or device.
+        """
+        base = self.weights.flat.data_ptr()
+        size = self.dtype.itemsize
+        for entry in self.entries:
+            data = entry.param
+            at = base + self.layout.offsets[entry.index] * size
+            if not entry.numel or data.data_ptr() == at:
+                continue
+            if data.shape != entry.model.shape or data.dtype != self.dtype:
+                raise PhaseError(
+                    f"Expected {entry.fqn!r} to stay {tuple(entry.model.shape)} {self.dtype}, got "
+                    f"{tuple(data.shape)} {data.dtype}. Convert the model before it is sharded."
+                )
+            view = self.view_of(entry)
+            view.copy_(data.detach())
+            entry.param.data = view
 
     @torch.no_grad()
     def undo_edits(self) -> None:

@@ -1,0 +1,127 @@
+"""What of an engine is about whole tensors: full views, state in and out, memory."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zeroplus.comm.storage import BufferPool
+from lightning_zeroplus.zero import state
+from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.memory import MemoryReport, measure
+from lightning_zeroplus.zero.reduce import Reducer
+from lightning_zeroplus.zero.residency import Residency
+from lightning_zeroplus.zero.span_tensor import gather_full
+from lightning_zeroplus.zero.step import BoundOptimizer
+from lightning_zeroplus.zero.unit import Entry, Unit
+
+__all__ = ["StateAccess"]
+
+
+class StateAccess(ABC):
+    """Base of `Engine`. Every method is collective unless it says *local*."""
+
+    module: nn.Module
+    units: list[Unit]
+    context: Context
+    reducer: Reducer
+    residency: Residency
+    by_name: dict[str, Entry]
+    _bound: dict[int, BoundOptimizer]
+    _pool: BufferPool
+    _weight_pool: BufferPool
+
+    @abstractmethod
+    def find(self, param: torch.Tensor) -> Entry | None:
+        """Return the entry of a parameter of this module. *Local.*"""
+
+    @abstractmethod
+    def _required(self, param: torch.Tensor) -> Entry:
+        """Return the entry of a parameter, or refuse it."""
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Refuse a closed engine."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Have every pending gradient reduced."""
+
+    def full_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the reduced gradient of ``param`` in full, or None if the window has none."""
+        self.finalize()
+        entry = self._required(param)
+        local = self.reducer.read(entry)
+        return None if local is None else gather_full(entry, local, "full_gradient")
+
+    @contextlib.contextmanager
+    def full_parameters(
+        self,
+        module_or_params: nn.Module | Iterable[torch.Tensor] | None = None,
+        writeback: bool = False,
+    ) -> Iterator[None]:
+        """Have full weights inside; edits survive with ``writeback``, else they are undone."""
+        self._open()
+        if isinstance(module_or_params, nn.Module):
+            module_or_params = list(module_or_params.parameters())
+        if module_or_params is None:
+            units = self.units
+        else:
+            found = (self._required(p).unit for p in module_or_params)
+            units = list(dict.fromkeys(found))
+        with state.unsharded(units, self.residency, writeback=writeback):
+            yield
+
+    # -- state
+
+    def iterate_full_state(self, keep_on: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield every parameter by every name, then buffers; on the CPU of rank ``keep_on``."""
+        self._open()
+        yield from state.iterate_full_state(self, keep_on)
+
+    def load_full_state(
+        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take this rank's spans from full tensors; return missing and unexpected names.
+
+        Raises:
+            CheckpointError: names or shapes that do not fit, all listed.
+        """
+        self._open()
+        return state.load_full_state(self, state_dict, strict=strict)
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, param: torch.Tensor, key: str
+    ) -> torch.Tensor:
+        """Return one state tensor of ``param`` in full."""
+        return state.full_optimizer_state(self, optimizer, self._required(param), key)
+
+    def set_full_optimizer_state(
+        self, optimizer: Optimizer, param: torch.Tensor, key: str, value: torch.Tensor
+    ) -> None:
+        """Set this rank's span of one state tensor from a full one. *Local.*"""
+        state.set_full_optimizer_state(optimizer, self._required(param), key, value)
+
+    def full_optimizer_state_dict(
+        self, optimizer: Optimizer, keep_on: int = 0
+    ) -> dict[str, object]:
+        """Return torch's own state dict with full tensors on rank ``keep_on``, ``{}`` elsewhere."""
+        return state.full_optimizer_state_dict(self, optimizer, keep_on)
+
+    def load_full_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, object]
+    ) -> None:
+        """Take this rank's spans of a full optimizer state dict. *Local.*"""
+        state.load_full_optimizer_state_dict(self, optimizer, state_dict)
+
+    def memory_report(self) -> MemoryReport:
+        """Return the bytes this rank holds by role, from live tensors. *Local.*"""
+        return measure(self.units, [b.optimizer for b in self._bound.values()], self._pools())
+
+    def _pools(self) -> list[BufferPool]:
+        return [self._pool, self._weight_pool]
