@@ -18,6 +18,7 @@ from lightning_zeroplus.errors import ConfigError
 
 __all__ = [
     "Arena",
+    "forbid_raw_memory",
     "hide_frame_from_compiler",
     "hide_from_compiler",
     "missing_private_calls",
@@ -103,6 +104,12 @@ class Arena:
     def nbytes(cls, device: torch.device) -> int:
         """Return the bytes that the arena holds on ``device``."""
         return sum(block.numel() for block in cls._blocks.get(device, []))
+
+
+def forbid_raw_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, whose data pointer raises from now on where it would be null."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    return tensor
 
 
 def hide_from_compiler(fn: Callable[..., Any]) -> Callable[..., Any]:

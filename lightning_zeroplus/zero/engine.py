@@ -194,7 +194,7 @@ class Engine(StateAccess):
         if self._in_forward or torch._C._current_graph_task_id() != -1:
             return
         self.reducer.settle_flying()
-        self.take_back_replaced()
+        self.take_back_data()
         self.arm()
         if not torch.is_grad_enabled():
             return
@@ -203,25 +203,30 @@ class Engine(StateAccess):
         # As under DDP, where a blocked forward leaves the next one without a broadcast.
         self._buffers_due = not self.reducer.blocked
 
-    def take_back_replaced(self) -> None:
-        """Copy what the user assigned to ``param.data`` into the unit; refuse new objects. *Local.*
+    def take_back_data(self) -> None:
+        """Copy what the user assigned to ``param.data`` into the unit. *Local.*"""
+        for unit in self.units:
+            if unit.weights.resident:
+                unit.take_back_replaced()
+
+    def refuse_replaced(self) -> None:
+        """Check that modules still hold the parameters that were sharded. *Local.*
+
+        Not before a forward: ``functional_call`` replaces them for its duration.
 
         Raises:
-            PhaseError: a module holds another parameter object now, or data of another kind.
+            PhaseError: a module holds another parameter object now.
         """
         replaced = [
             e.fqn
             for e in self._entries.values()
-            if e.model.owners[0]._parameters[e.local_name] is not e.param
+            if e.model.owners[0]._parameters.get(e.local_name) is not e.param
         ]
         if replaced:
             raise PhaseError(
                 f"Expected the parameters that were sharded, got other objects for "
                 f"{name_offenders(replaced)}. Copy new values into them, or shard again."
             )
-        for unit in self.units:
-            if unit.weights.resident:
-                unit.take_back_replaced()
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:

@@ -201,6 +201,13 @@ def uses_by_module(plans: Sequence[UnitPlan]) -> dict[nn.Module, list[int]]:
             deep = id(root) in blocks and _holds_all(root, plan)
             found = (home[id(p)] for p in root.parameters(recurse=deep) if id(p) in home)
             uses[root] = list(dict.fromkeys([*uses.get(root, []), *found]))
+    inside = {id(m) for root in uses for m in root.modules()}
+    for n, plan in enumerate(plans):
+        for entry in plan.params:
+            for owner in entry.owners[1:]:
+                # A module that holds nothing but another one's weight.
+                if id(owner) not in inside and n not in uses.get(owner, []):
+                    uses.setdefault(owner, []).append(n)
     return uses
 
 

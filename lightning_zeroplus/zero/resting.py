@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_zeroplus.errors import PhaseError
-from lightning_zeroplus.zero.span_tensor import SpanTensor, gather_full
+from lightning_zeroplus.zero.span_tensor import SpanTensor, gather_full, refusal
 from lightning_zeroplus.zero.unit import Entry
 
 __all__ = ["RestMixin", "WeightSpan", "entry_of", "rest_register", "resting_class"]
@@ -45,18 +46,7 @@ class WeightSpan(SpanTensor):
         chunk = unit.weights.own_part() if unit.weights.is_unsharded else unit.weights.shard
         return chunk[unit.shard_range(self._entry.index)]
 
-    def _may_gather(self, operation: str) -> None:
-        if not self._entry.unit.context.gathers_on_access:
-            raise PhaseError(refusal(self._entry, operation))
-
-
-def refusal(entry: Entry, operation: str) -> str:
-    """Return what an access to a resting weight says when it is refused."""
-    return (
-        f"Expected a full weight, got the sharded parameter {entry.fqn!r} at rest in {operation} "
-        f"(rank {entry.unit.context.rank}). Wrap the access in full_parameters(...) on every rank, "
-        f"or set unshard_on_access='gather'."
-    )
+    of_weight = True
 
 
 def weight_span(entry: Entry) -> WeightSpan:
@@ -87,8 +77,9 @@ _LOCAL = {
     _T.is_shared, _T.is_pinned, _T.type_as, _T.get_device, _T.retain_grad, _T.__len__,
     _T.is_signed, _T.is_neg, _T.is_conj, _T._is_view, _T.is_same_size, _T.dim_order,
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
-    torch._has_compatible_shallow_copy_type, torch.autograd.graph.get_gradient_edge,
-    torch.is_same_size, torch.is_conj, torch.is_neg, torch.is_inference,
+    _T.__dir__, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_empty, _T.new_tensor,
+    _T.is_set_to, torch.result_type, torch._has_compatible_shallow_copy_type,
+    torch.autograd.graph.get_gradient_edge, torch.is_same_size, torch.is_conj, torch.is_neg, torch.is_inference,
 }  # fmt: skip
 _LOCAL -= {_T.type_as, _T.is_shared, _T.is_pinned}
 
@@ -133,6 +124,30 @@ class RestMixin:
             f"Save trainer.save_checkpoint(...), or wrap in full_parameters(...) on every rank."
         )
 
+    def as_subclass(self, cls: type) -> Any:
+        """Gather as any access does; the C function would pass Python."""
+        entry = _required(self)
+        if not entry.unit.context.gathers_on_access:
+            raise PhaseError(refusal(entry, "as_subclass"))
+        entry.unit.context.unshard_for_touch(entry.unit, "as_subclass")
+        return _T.as_subclass(self, cls)
+
+    def set_(self, *args: object, **kwargs: object) -> Any:
+        """Refuse: the C function would pass Python."""
+        raise PhaseError(refusal(_required(self), "set_"))
+
+    def resize_(self, *args: object, **kwargs: object) -> Any:
+        """Refuse: the C function would pass Python."""
+        raise PhaseError(refusal(_required(self), "resize_"))
+
+    def is_shared(self) -> bool:
+        """Return False: resting weights lie in memory of this process."""
+        return False
+
+    def is_pinned(self, device: object = None) -> bool:
+        """Return False: resting weights lie in pageable memory."""
+        return False
+
     def full_tensor(self) -> torch.Tensor:
         """Return the full weight as a tensor of its own; collective."""
         entry = _required(self)
@@ -162,22 +177,16 @@ def _resting_entries(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entr
 
 
 def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func == _T.data.__set__:
-        return _set_data(args[0], args[1])
-    if func == _T.data.__get__ or func is _T.detach:
-        return weight_span(_required(args[0]))
-    name = str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
-    if func in _NO_MEMORY:
-        raise PhaseError(refusal(_required(args[0]), name))
-    if func is torch.autograd.grad:
-        return _grad_of_edges(func, args, kwargs)
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
     if getattr(func, "__module__", "") == "torch.nn.init":
         with torch.no_grad():
             return _on_spans(func, args, kwargs)
-    entries = _resting_entries(args, kwargs)
-    tracked = torch.is_grad_enabled()
-    if not tracked:
+    if not torch.is_grad_enabled():
         return _on_spans(func, args, kwargs)
+    name = _name_of(func)
+    entries = _resting_entries(args, kwargs)
     for entry in entries:
         if not entry.unit.context.gathers_on_access:
             raise PhaseError(refusal(entry, name))
@@ -186,21 +195,45 @@ def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _grad_of_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _name_of(func: Any) -> str:
+    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+
+
+def _refuse_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise PhaseError(refusal(_required(args[0]), _name_of(func)))
+
+
+def _as_span(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return weight_span(_required(args[0]))
+
+
+def _assign_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _set_data(args[0], args[1])
+
+
+def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(_blank(_required(args[0])), *args[1:], **kwargs)
+
+
+def _blank(entry: Entry) -> torch.Tensor:
+    """Return a plain full tensor of the parameter's kind, with undefined contents."""
+    model, unit = entry.model, entry.unit
+    return torch.empty_strided(model.shape, model.stride, dtype=unit.dtype, device=unit.device)
+
+
+def _by_edges(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differentiate with respect to a resting weight: its edge says where, no value is read."""
 
     def edge(item: Any) -> Any:
         if isinstance(item, RestMixin):
-            return torch.autograd.graph.get_gradient_edge(_required(item).param)
+            return GradientEdge(_required(item).node, 0)  # type: ignore[arg-type]
         return item
 
-    given = [tree_map(edge, a) if n == 1 else a for n, a in enumerate(args)]
-    if "inputs" in kwargs:
+    position = 1 if func is torch.autograd.grad else -1
+    given = [tree_map(edge, a) if n == position else a for n, a in enumerate(args)]
+    if kwargs.get("inputs") is not None:
         kwargs = {**kwargs, "inputs": tree_map(edge, kwargs["inputs"])}
     return func(*given, **kwargs)
-
-
-_NO_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.share_memory_, _T.set_, _T.resize_}
 
 
 def _set_data(param: Any, value: torch.Tensor) -> None:
@@ -239,6 +272,9 @@ def _on_spans(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     new_args = tree_map(stand_in, args)
     new_kwargs = tree_map(stand_in, kwargs)
+    name = str(getattr(func, "__name__", ""))
+    if name in _READERS and isinstance(new_args[0], WeightSpan):
+        return getattr(new_args[0], name)(*new_args[1:], **new_kwargs)
     out = func(*new_args, **new_kwargs)
     if _writes(func):
         for _, param in seen.values():
@@ -246,9 +282,25 @@ def _on_spans(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda o: seen[id(o)][1] if id(o) in seen else o, out)
 
 
+_READERS = {"tolist", "numpy", "__array__"}
+
+
 def _writes(func: Any) -> bool:
     name = str(getattr(func, "__name__", ""))
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+_SPECIAL: dict[Any, Any] = {
+    _T.data.__set__: _assign_data,
+    _T.data.__get__: _as_span,
+    _T.detach: _as_span,
+    **dict.fromkeys((_T.untyped_storage, _T.data_ptr, _T.share_memory_), _refuse_memory),
+    **dict.fromkeys(
+        (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like), _on_spans
+    ),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _random_like),
+    **dict.fromkeys((torch.autograd.grad, torch.autograd.backward, _T.backward), _by_edges),
+}
 
 
 _CLASSES: dict[type, type] = {}

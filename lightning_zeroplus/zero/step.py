@@ -117,7 +117,8 @@ class BoundOptimizer:
         engine = self._required()
         engine.finalize()
         engine.end_window()
-        engine.take_back_replaced()
+        engine.refuse_replaced()
+        engine.take_back_data()
         by_shard = self._states_by_shard(engine)
         touched: dict[Unit, None] = {}
         for group in self.optimizer.param_groups:
