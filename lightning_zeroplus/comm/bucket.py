@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +13,7 @@ from lightning_zeroplus.comm.transport import Tag, Transport, Work
 from lightning_zeroplus.errors import CollectiveError
 from lightning_zeroplus.layout.bucket import ALIGNMENT_NBYTES, GradLayout
 
-__all__ = ["GradBucket", "Reduced", "in_memory_order"]
+__all__ = ["BucketMemory", "GradBucket", "Reduced", "in_memory_order"]
 
 _SERIALS = itertools.count()
 
@@ -47,12 +48,23 @@ class BucketViews:
         self.heads = [raw[stop - head : stop] for stop in stops]
 
 
-class GradBucket:
-    """Where one unit's gradients land before their sum goes to the owners.
+@dataclass(frozen=True, slots=True)
+class BucketMemory:
+    """How a bucket comes by its memory."""
 
-    ``permanent`` keeps the memory between reductions (gradients stay Partial for a window);
-    otherwise it is taken from the pool at the first landing and given back when reduced.
-    """
+    block_nbytes: int
+    """Size of blocks to send; equal over units, so that they share them."""
+
+    arrival_nbytes: int
+    """Size of blocks in which others' parts arrive."""
+
+    permanent: bool
+    """Kept between reductions (gradients stay Partial for a window), or taken from the pool at the
+    first landing and given back when reduced."""
+
+
+class GradBucket:
+    """Where one unit's gradients land before their sum goes to the owners."""
 
     def __init__(
         self,
@@ -60,9 +72,7 @@ class GradBucket:
         dtype: torch.dtype,
         transport: Transport,
         pool: BufferPool,
-        *,
-        block_nbytes: int,
-        permanent: bool,
+        memory: BucketMemory,
     ) -> None:
         self.layout = layout
         self.geometry = {
@@ -73,8 +83,9 @@ class GradBucket:
         self.world_size = transport.world_size
         self._transport = transport
         self._pool = pool
-        self._permanent = permanent
-        self._block_nbytes = max(block_nbytes, layout.block_nbytes, ALIGNMENT_NBYTES)
+        self._permanent = memory.permanent
+        self._block_nbytes = max(memory.block_nbytes, layout.nbytes, ALIGNMENT_NBYTES)
+        self._arrival_nbytes = max(memory.arrival_nbytes, layout.arriving_nbytes)
         self._serial = next(_SERIALS)
         self._block: PooledBlock | None = None
         self._sent: PooledBlock | None = None
@@ -136,13 +147,13 @@ class GradBucket:
                 for view in views.parts[index]:
                     view.zero_()
         self._write_header(views, tag, flag)
+        self._arrived = self._pool.take(self._arrival_nbytes)
         own = self.layout.chunk_numels[self._transport.rank]
-        self._arrived = self._pool.take(self._block_nbytes)
         self._work = self._transport.all_to_all(
             self._arrival(self._arrived),
-            views.flat,
-            [own] * self.world_size,
-            self.layout.chunk_numels,
+            views.flat[own:],
+            [0 if r == self._transport.rank else own for r in range(self.world_size)],
+            self.layout.sent_numels,
             tag,
         )
         self._tag = tag
@@ -153,7 +164,8 @@ class GradBucket:
 
     def _arrival(self, block: PooledBlock) -> torch.Tensor:
         own = self.layout.chunk_numels[self._transport.rank]
-        return tensor_over(block.storage, self.dtype, own * self.world_size, self.device)
+        total = own * (self.world_size - 1)
+        return tensor_over(block.storage, self.dtype, total, self.device)
 
     def _write_header(self, views: BucketViews, tag: Tag, flag: int) -> None:
         if not self.layout.header_numel:
@@ -182,12 +194,14 @@ class GradBucket:
         rank = self._transport.rank
         own = self.layout.chunk_numels[rank]
         body = self.layout.body_numel(rank)
-        rows = self._arrival(self._arrived).view(self.world_size, own)
-        terms = [rows[r, :body] for r in range(self.world_size)]
+        assert self._sent is not None
+        mine = self._sent.views[self._serial].flat[:own]
+        rows = list(self._arrival(self._arrived).view(self.world_size - 1, own))
+        rows.insert(rank, mine)
+        terms = [row[:body] for row in rows]
         if not self.layout.header_numel:
             return Reduced(terms, list(self._sent_landed.values()), [0])
-        heads = [rows[r, body:].view(torch.uint8) for r in range(self.world_size)]
-        used, flags = self._read_headers(heads)
+        used, flags = self._read_headers([row[body:].view(torch.uint8) for row in rows])
         return Reduced(terms, used, flags)
 
     def _read_headers(self, heads: list[torch.Tensor]) -> tuple[list[bool], list[int]]:

@@ -10,10 +10,11 @@ chunks on 128-byte boundaries, so that a full weight is a view and a gather need
 element (their vector loop and its tail round differently); at cuts of whole vectors they do not.
 
 Gradients: a bucket holds only the parameters that need gradients, regrouped by owner, so that what
-is sent to a rank is contiguous and ends in room for a header::
+is sent to a rank is contiguous and ends in room for a header. The rank's own chunk comes first: it
+is not sent, and what is sent is one contiguous piece. On rank 0::
 
     bucket |- w[0] -|- b -|- w2[0] -|head|- w2[1] -|head|
-           |-------- for rank 0 ---------|- for rank 1 -|
+           |------- own chunk -----------|- for rank 1 -|
 """
 
 from __future__ import annotations
@@ -128,31 +129,32 @@ class GradPart:
 
 @dataclass(frozen=True)
 class GradLayout:
-    """Where gradients of the parameters ``trained`` of a unit land, grouped by owner.
+    """Where gradients of the parameters ``trained`` of a unit land on ``rank``, by owner.
 
-    ``header_numel`` elements follow each rank's chunk. Chunks differ in size.
+    ``header_numel`` elements follow each owner's chunk. Chunks differ in size.
 
     >>> weights = WeightLayout((ParamSpec("w", 40), ParamSpec("b", 3)), itemsize=4, world_size=2)
-    >>> layout = GradLayout(weights, (0, 1), itemsize=4, header_numel=32)
+    >>> layout = GradLayout(weights, (0, 1), itemsize=4, header_numel=32, rank=1)
     >>> [(p.index, p.rank, p.span, p.offset) for p in layout.parts]
-    [(0, 0, Span(start=0, stop=40), 0), (1, 1, Span(start=0, stop=3), 96)]
-    >>> layout.chunk_numels
-    (96, 64)
+    [(1, 1, Span(start=0, stop=3), 0), (0, 0, Span(start=0, stop=40), 64)]
+    >>> layout.chunk_numels, layout.chunk(0), layout.sent_numels
+    ((96, 64), Span(start=64, stop=160), (96, 0))
     """
 
     weights: WeightLayout
     trained: tuple[int, ...]
     itemsize: int
     header_numel: int
+    rank: int = 0
     parts: tuple[GradPart, ...] = field(init=False)
     chunk_numels: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         align = max(1, ALIGNMENT_NBYTES // self.itemsize)
         parts: list[GradPart] = []
-        chunks: list[int] = []
+        chunks = [0] * self.weights.world_size
         end = 0
-        for rank in range(self.weights.world_size):
+        for rank in self.owners:
             start = end
             for index in self.trained:
                 span = self.weights.owned(index, rank)
@@ -160,7 +162,7 @@ class GradLayout:
                     parts.append(GradPart(index, rank, span, end))
                     end = round_up(end + span.numel, align)
             end += self.header_numel
-            chunks.append(end - start)
+            chunks[rank] = end - start
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "chunk_numels", tuple(chunks))
 
@@ -175,14 +177,25 @@ class GradLayout:
         return self.numel * self.itemsize
 
     @property
-    def block_nbytes(self) -> int:
-        """Bytes of a block that can hold the bucket or any rank's share of all buckets."""
-        most = self.weights.world_size * max(self.chunk_numels)
-        return max(self.numel, most) * self.itemsize
+    def owners(self) -> tuple[int, ...]:
+        """Ranks in the order of their chunks: this one first."""
+        others = (r for r in range(self.weights.world_size) if r != self.rank)
+        return (self.rank, *others)
+
+    @property
+    def sent_numels(self) -> tuple[int, ...]:
+        """Elements sent to each rank."""
+        return tuple(0 if r == self.rank else n for r, n in enumerate(self.chunk_numels))
+
+    @property
+    def arriving_nbytes(self) -> int:
+        """Bytes that arrive here from all others in one reduction, at most on any rank."""
+        return (self.weights.world_size - 1) * max(self.chunk_numels) * self.itemsize
 
     def chunk(self, rank: int) -> Span:
         """Return the range of the bucket that goes to ``rank``, header included."""
-        start = sum(self.chunk_numels[:rank])
+        before = self.owners[: self.owners.index(rank)]
+        start = sum(self.chunk_numels[r] for r in before)
         return Span(start, start + self.chunk_numels[rank])
 
     def body_numel(self, rank: int) -> int:
@@ -193,7 +206,7 @@ class GradLayout:
     def parts_of(self) -> dict[int, tuple[GradPart, ...]]:
         """Parts by parameter index, in span order; empty parameters map to ``()``."""
         found: dict[int, list[GradPart]] = {index: [] for index in self.trained}
-        for part in self.parts:
+        for part in sorted(self.parts, key=lambda p: p.rank):
             found[part.index].append(part)
         return {index: tuple(parts) for index, parts in found.items()}
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_zeroplus.comm.bucket import BucketMemory
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
@@ -25,7 +26,7 @@ from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
 __all__ = ["Reducer"]
 
-_MOST_IN_FLIGHT = 2
+_MOST_IN_FLIGHT = 1
 _PATIENCE_S = 1.0
 
 
@@ -60,13 +61,12 @@ class Reducer:
         if not due:
             return
         self.settle_flying()
+        layouts = [u.lay_out_gradients(self._wanted(u)) for u in self._units]
+        block = max(layout.nbytes for layout in layouts)
+        arrival = max(layout.arriving_nbytes for layout in layouts)
+        memory = BucketMemory(0 if self._defers else block, arrival, permanent=self._defers)
         for unit in due:
-            unit.train(
-                self._wanted(unit),
-                self._pool,
-                block_nbytes=0 if self._defers else self._largest_nbytes(),
-                permanent=self._defers,
-            )
+            unit.train(self._wanted(unit), self._pool, memory)
             for index in unit.trained:
                 entry = unit.entries[index]
                 if entry.slot is None:
@@ -76,10 +76,6 @@ class Reducer:
     def _wanted(unit: Unit) -> tuple[int, ...]:
         known = set(unit.trained)
         return tuple(e.index for e in unit.entries if e.index in known or e.param.requires_grad)
-
-    def _largest_nbytes(self) -> int:
-        wanted = ((u, self._wanted(u)) for u in self._units)
-        return max((u.lay_out_gradients(w).block_nbytes for u, w in wanted if w), default=0)
 
     # -- during backward
 

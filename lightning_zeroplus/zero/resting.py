@@ -79,7 +79,8 @@ _LOCAL = {
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
     _T.__dir__, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_empty, _T.new_tensor,
     _T.is_set_to, torch.result_type, torch._has_compatible_shallow_copy_type,
-    torch.autograd.graph.get_gradient_edge, torch.is_same_size, torch.is_conj, torch.is_neg, torch.is_inference,
+    torch.autograd.graph.get_gradient_edge, torch.is_same_size, torch.is_conj, torch.is_neg,
+    torch.is_inference,
 }  # fmt: skip
 _LOCAL -= {_T.type_as, _T.is_shared, _T.is_pinned}
 

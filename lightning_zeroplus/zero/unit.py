@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightning_zeroplus.comm.bucket import GradBucket, in_memory_order
+from lightning_zeroplus.comm.bucket import BucketMemory, GradBucket, in_memory_order
 from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
 from lightning_zeroplus.comm.transport import Tag, Work
 from lightning_zeroplus.errors import PhaseError
@@ -286,21 +286,12 @@ class Unit:
 
     # -- gradients
 
-    def train(
-        self, indices: Sequence[int], pool: BufferPool, *, block_nbytes: int, permanent: bool
-    ) -> None:
+    def train(self, indices: Sequence[int], pool: BufferPool, memory: BucketMemory) -> None:
         """Lay out gradients for the parameters ``indices``; what was accumulated is kept."""
         old_views = self._grad_views
         self.trained = tuple(indices)
         self.grad_layout = self.lay_out_gradients(self.trained)
-        self.bucket = GradBucket(
-            self.grad_layout,
-            self.reduce_dtype,
-            self.transport,
-            pool,
-            block_nbytes=block_nbytes,
-            permanent=permanent,
-        )
+        self.bucket = GradBucket(self.grad_layout, self.reduce_dtype, self.transport, pool, memory)
         self._grad_views = {}
         if self.accumulator is not None:
             self.accumulator = None
@@ -312,7 +303,7 @@ class Unit:
         """Return the bucket layout for the parameters ``indices``."""
         size = self.reduce_dtype.itemsize
         head = header_numel(len(indices), self.context.world_size, size)
-        return GradLayout(self.layout, indices, size, head)
+        return GradLayout(self.layout, indices, size, head, self.context.rank)
 
     def grad_view(self, index: int) -> torch.Tensor:
         """Return the accumulated gradient of the own span of a parameter, 1-D."""
