@@ -72,7 +72,6 @@ def read_full(
             f"Give the path of the file that was saved with save_format='full'."
         )
     try:
-        # Files from before torch 1.6 are no zip archives and cannot be mapped.
         mapped = _is_archive(source)
         return torch.load(source, map_location=map_location, mmap=mapped, weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -103,8 +102,11 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 def _is_archive(path: Path) -> bool:
     with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return False
+        start = file.read(4)
+    if start.startswith(b"\x80"):
+        return False  # a pickle, as written before torch 1.6
+    if start != b"PK\x03\x04":
+        raise ValueError("they do not start as a checkpoint does")
     # The table of contents stands at the end of the file.
     if not zipfile.is_zipfile(path):
         raise EOFError("the file ends early")

@@ -46,15 +46,16 @@ def run_demo(*, folder: Path = Path("zeroplus-demo"), steps: int = 350, devices:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("*.json"):
         stale.unlink()
+    threads = max(1, (os.cpu_count() or 1) // devices)
     common = ["--folder", str(folder), "--steps", str(steps)]
 
     print(f"== Training at stage 3 on {devices} CPU processes", flush=True)
-    _run_phase("train", [*common, "--devices", str(devices)], devices)
+    _run_phase("train", [*common, "--devices", str(devices)], threads=threads)
     trained = _read(folder / "train.json")
     print(f"Validation loss {trained['val_loss']:.3f} nats per byte; guessing is 5.545.")
 
     print("\n== Resuming that checkpoint at stage 1 in 1 process", flush=True)
-    _run_phase("resume", common, 1)
+    _run_phase("resume", common, threads=threads)
     resumed = _read(folder / "resume.json")
     _check(trained, resumed, steps)
     print(
@@ -66,7 +67,7 @@ def run_demo(*, folder: Path = Path("zeroplus-demo"), steps: int = 350, devices:
     print(f"== Measuring memory on {devices} CPU processes", flush=True)
     for strategy in STRATEGIES:
         arguments = ["--strategy", strategy, "--devices", str(devices)]
-        _run_phase("measure", [*common, *arguments], devices)
+        _run_phase("measure", [*common, *arguments], threads=threads)
     measured = {
         strategy: [_read(path) for path in sorted(folder.glob(f"memory-{strategy}-rank*.json"))]
         for strategy in STRATEGIES
@@ -75,9 +76,8 @@ def run_demo(*, folder: Path = Path("zeroplus-demo"), steps: int = 350, devices:
     print(f"\nThe demo took {time.monotonic() - started:.0f} s; {folder / 'gpt.ckpt'} is kept.")
 
 
-def _run_phase(name: str, arguments: list[str], processes: int) -> None:
+def _run_phase(name: str, arguments: list[str], *, threads: int) -> None:
     command = [sys.executable, "-m", "lightning_zeroplus.cli.demo_phases", name, *arguments]
-    threads = max(1, (os.cpu_count() or 1) // processes)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     try:
         status = subprocess.run(

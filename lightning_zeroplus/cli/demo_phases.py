@@ -7,26 +7,30 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
 from typing_extensions import override
 
 from lightning_zeroplus import ZeroPlusStrategy
-from lightning_zeroplus.cli.demo_model import GPT, StdlibText
+from lightning_zeroplus.cli.demo_model import GPT, Block, StdlibText
 from lightning_zeroplus.cli.demo_table import STRATEGIES
 
 _MORE_STEPS = 10
 _SEED = 20
-_NAMES = {name: name if name == "ddp" else f"zeroplus_{name}" for name in STRATEGIES}
+# Found by themselves, the units of so small a model would be merged into one.
+_UNITS: list[str | type[nn.Module]] = [Block]
 
 
 def train(folder: Path, steps: int, devices: int) -> None:
     """Write `gpt.ckpt` and, on rank 0, `train.json`."""
     pl.seed_everything(_SEED, verbose=False)
     trainer = pl.Trainer(
-        strategy=ZeroPlusStrategy(stage=3),
+        strategy=ZeroPlusStrategy(stage=3, units=_UNITS),
         devices=devices,
         max_epochs=1,
         limit_train_batches=steps,
@@ -71,7 +75,7 @@ def measure(folder: Path, strategy: str, devices: int) -> None:
     """Write what this rank keeps during two windows of two microbatches."""
     memory = _Memory()
     trainer = pl.Trainer(
-        strategy=_NAMES[strategy],
+        strategy=_make_strategy(strategy),
         devices=devices,
         max_steps=2,
         accumulate_grad_batches=2,
@@ -98,22 +102,30 @@ class _FirstStep(pl.Callback):
 
 
 class _Memory(pl.Callback):
-    """Keeps the largest gradients seen after a backward, and the rest as it is after a step."""
+    """Notes gradients between the microbatches of a window, the rest after a step."""
 
     def __init__(self) -> None:
-        self.nbytes: dict[str, int] = {"gradients": 0}
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.nbytes["gradients"] = max(
-            self.nbytes["gradients"], _count(trainer, pl_module)["gradients"]
-        )
+        self.nbytes: dict[str, int] = {}
+        self._between = 0
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object, **__: object
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
-        self.nbytes = {**_count(trainer, pl_module), "gradients": self.nbytes["gradients"]}
+        now = _count(trainer, pl_module)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            self._between = now["gradients"]
+        self.nbytes = {**now, "gradients": self._between}
+
+
+def _make_strategy(name: str) -> DDPStrategy:
+    stages: dict[str, Literal[1, 2, 3]] = {"stage_1": 1, "stage_2": 2, "stage_3": 3}
+    return ZeroPlusStrategy(stage=stages[name], units=_UNITS) if name in stages else DDPStrategy()
 
 
 def _count(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, int]:

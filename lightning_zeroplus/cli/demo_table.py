@@ -10,14 +10,13 @@ STRATEGIES = ("ddp", "stage_1", "stage_2", "stage_3")
 COLUMNS = ("weights", "gradients", "optimizer_state")
 
 _NAMES = {"ddp": "DDP", "stage_1": "stage 1", "stage_2": "stage 2", "stage_3": "stage 3"}
-# Bytes per fp32 parameter with AdamW, and whether the ranks share them out. Gradients are those
-# kept between the microbatches of a window, where stage 1 has not reduced them yet.
-_WIDTHS = (4, 4, 8)
-_SHARDED = {
-    "ddp": (False, False, False),
-    "stage_1": (False, False, True),
-    "stage_2": (False, True, True),
-    "stage_3": (True, True, True),
+# Bytes per fp32 parameter with AdamW: (kept by every rank, shared out over the ranks). Gradients
+# are those kept between microbatches; stage 1 has yet to reduce them into its shard then.
+_FORMULAS = {
+    "ddp": ((4, 0), (4, 0), (8, 0)),
+    "stage_1": ((4, 0), (4, 4), (0, 8)),
+    "stage_2": ((4, 0), (0, 4), (0, 8)),
+    "stage_3": ((0, 4), (0, 4), (0, 8)),
 }
 
 
@@ -32,18 +31,11 @@ def format_table(measured: Mapping[str, Sequence[Mapping[str, int]]], *, world: 
     for strategy in STRATEGIES:
         ranks = measured[strategy]
         found = [max(rank[column] for rank in ranks) for column in COLUMNS]
-        expected = [
-            width * parameters / (world if sharded else 1)
-            for width, sharded in zip(_WIDTHS, _SHARDED[strategy], strict=True)
-        ]
-        formulas = [
-            f"{width}P/{world}" if sharded else f"{width}P"
-            for width, sharded in zip(_WIDTHS, _SHARDED[strategy], strict=True)
-        ]
-        cells = [
-            f"{have / 1e6:.2f} ({formula} = {want / 1e6:.2f})"
-            for have, want, formula in zip(found, expected, formulas, strict=True)
-        ]
+        cells = []
+        for have, (whole, shared) in zip(found, _FORMULAS[strategy], strict=True):
+            want = (whole + shared / world) * parameters
+            parts = [f"{whole}P"] * bool(whole) + [f"{shared}P/{world}"] * bool(shared)
+            cells.append(f"{have / 1e6:.2f} ({' + '.join(parts)} = {want / 1e6:.2f})")
         rows.append([_NAMES[strategy], *cells, f"{sum(found) / 1e6:.2f}"])
     widths = [max(len(row[n]) for row in rows) for n in range(len(header))]
     lines = [

@@ -56,26 +56,6 @@ class _Wait:
         return all(work.is_completed() for work in self._works)
 
 
-class _TaggedWait(_Wait):
-    """A gather and the exchange of tags that was started before it."""
-
-    def __init__(
-        self, watch: Watch, works: list[Any], tag: Tag, tags: torch.Tensor, labels: Sequence[str]
-    ) -> None:
-        super().__init__(watch, works, tag)
-        self._tags = tags
-        self._labels = labels
-        self._checked = False
-
-    def wait(self) -> None:
-        if not self._works:
-            return
-        head, self._works = self._works[0], self._works[1:]
-        self._watch.wait(self._tag, functools.partial(_attempt, head, self._tag))
-        check_tags(_decode(self._tags), self._labels)
-        super().wait()
-
-
 def _attempt(work: Any, tag: Tag, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
@@ -94,12 +74,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _encode(tag: Tag) -> torch.Tensor:
-    return torch.tensor([tag.sequence, int(tag.operation), tag.unit, 0], dtype=torch.int64)
+    words = [tag.sequence, int(tag.operation), tag.unit, tag.detail]
+    return torch.tensor(words, dtype=torch.int64)
 
 
 def _decode(tags: torch.Tensor) -> list[Tag]:
     rows = tags.view(-1, 4).tolist()
-    return [Tag(row[0], Operation(row[1]), row[2]) for row in rows]
+    return [Tag(row[0], Operation(row[1]), row[2], detail=row[3]) for row in rows]
 
 
 class C10dTransport(Transport):
@@ -132,21 +113,16 @@ class C10dTransport(Transport):
     @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         self._watch.current = tag
+        # Tags first and alone: Gloo ends the process when ranks gather different sizes. A refresh
+        # follows an agreed update, so its order needs no tags.
+        if tag.operation is not Operation.REFRESH:
+            check_tags(self.announce(tag), tag, self.rank, self.labels)
         works: list[Any] = []
-        tags = torch.empty(4 * self.world_size, dtype=torch.int64)
-        # A refresh follows an agreed update, so its order needs no tags.
-        tagged = tag.operation is not Operation.REFRESH
-        if tagged:
-            head = dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)
-            works.append(head)
-            self.sent_nbytes += (self.world_size - 1) * 32
         if shard.numel():
             target, source = _bytes(out), _bytes(shard)
             works.append(dist.all_gather_single(target, source, group=self._weights, async_op=True))
         self.sent_nbytes += (self.world_size - 1) * shard.numel() * shard.element_size()
-        if not tagged:
-            return _Wait(self._watch, works, tag)
-        return _TaggedWait(self._watch, works, tag, tags, self.labels)
+        return _Wait(self._watch, works, tag)
 
     @override
     def announce(self, tag: Tag) -> list[Tag]:
@@ -154,6 +130,7 @@ class C10dTransport(Transport):
         tags = torch.empty(4 * self.world_size, dtype=torch.int64)
         work = dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)
         _Wait(self._watch, [work], tag).wait()
+        self.sent_nbytes += (self.world_size - 1) * 32
         return _decode(tags)
 
     # -- gradients channel
@@ -183,15 +160,17 @@ class C10dTransport(Transport):
     @override
     def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
         self._watch.current = tag
-        row = [float(tag.sequence), float(tag.operation), float(tag.unit), *payload]
+        head = [tag.sequence, int(tag.operation), tag.unit, tag.detail]
+        row = [*map(float, head), *payload]
         mine = torch.tensor(row, dtype=torch.float64)
         rows = torch.empty(len(row) * self.world_size, dtype=torch.float64)
         work = dist.all_gather_single(rows, mine, group=self._gradients, async_op=True)
         _Wait(self._watch, [work], tag).wait()
         self.sent_nbytes += (self.world_size - 1) * mine.numel() * 8
         table = rows.view(self.world_size, -1).tolist()
-        check_tags([Tag(int(r[0]), Operation(int(r[1])), int(r[2])) for r in table])
-        return [r[3:] for r in table]
+        tags = [Tag(int(r[0]), Operation(int(r[1])), int(r[2]), detail=int(r[3])) for r in table]
+        check_tags(tags, tag, self.rank, self.labels)
+        return [r[4:] for r in table]
 
     # -- set-up and state, in no hot path
 

@@ -94,6 +94,7 @@ class LoopbackTransport(Transport):
         self.rank = rank
         self.world_size = hub.world_size
         self.sent_nbytes = 0
+        self.labels: list[str] = []
         self._positions: dict[str, int] = {}
 
     def _next(self, channel: str) -> tuple[str, int]:
@@ -114,7 +115,7 @@ class LoopbackTransport(Transport):
 
         def finish() -> None:
             rows = self._hub.take(key, self.rank, tag)
-            check_tags([row[0] for row in rows])
+            check_tags([row[0] for row in rows], tag, self.rank, self.labels)
             with torch.no_grad():
                 torch.cat([row[1] for row in rows], out=out)
 
@@ -148,7 +149,7 @@ class LoopbackTransport(Transport):
     @override
     def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
         rows = self._meet("gradients", (tag, list(payload)), tag)
-        check_tags([_tag_of(row) for row in rows])
+        check_tags([_tag_of(row) for row in rows], tag, self.rank, self.labels)
         return [row[1] for row in rows]
 
     @override

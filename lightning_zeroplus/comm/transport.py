@@ -45,13 +45,21 @@ class Tag(NamedTuple):
     operation: Operation
     unit: int
     label: str = ""
+    """Name for messages; a peer's is filled in from what both know."""
+
+    detail: int = 0
+    """Digest of what exactly is read, where that must be equal; 0 for whole units."""
 
     def agrees_with(self, other: Tag) -> bool:
         """Return whether both announce the same step of the same unit.
 
         Why a unit is gathered may differ between ranks (a touch here, a prefetch there).
         """
-        return self.sequence == other.sequence and self.unit == other.unit
+        return (self.sequence, self.unit, self.detail) == (
+            other.sequence,
+            other.unit,
+            other.detail,
+        )
 
     def __str__(self) -> str:
         name = self.label or f"unit {self.unit}"
@@ -85,6 +93,9 @@ class Transport(ABC):
 
     least_unit_nbytes: int
     """Smaller blocks are merged up to this size at stage 3."""
+
+    labels: list[str]
+    """Names of units by number, for messages about peers."""
 
     @abstractmethod
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
@@ -136,22 +147,19 @@ class Transport(ABC):
         """*Local.* Say that this rank has finished and let go of threads and groups."""
 
 
-def check_tags(tags: Sequence[Tag], labels: Sequence[str] = ()) -> None:
-    """Compare what each rank announced.
+def check_tags(tags: Sequence[Tag], mine: Tag, rank: int, labels: Sequence[str]) -> None:
+    """Compare what each rank announced with what this one did.
 
     Raises:
-        CollectiveError: they differ; the message names the first two that do.
+        CollectiveError: they differ; the message names this rank's and the first other one.
     """
-    for rank, tag in enumerate(tags):
-        if not tag.agrees_with(tags[0]):
-            first, other = tags[0], tag
-            if labels:
-                first = first._replace(label=_label(labels, first.unit))
-                other = other._replace(label=_label(labels, other.unit))
+    for peer, tag in enumerate(tags):
+        if not tag.agrees_with(mine):
+            other = tag._replace(label=_label(labels, tag.unit))
             raise CollectiveError(
-                f"Expected all ranks to act together, got rank 0 at {first} and rank {rank} at "
-                f"{other}. Run the same modules and touch the same parameters on every rank, or "
-                f"wrap the access in full_parameters(...) on every rank."
+                f"Expected all ranks to act together, got rank {rank} at {mine} and rank {peer} "
+                f"at {other}. Run the same modules and touch the same parameters on every rank, "
+                f"or wrap the access in full_parameters(...) on every rank."
             )
 
 

@@ -47,7 +47,6 @@ class CheckpointingStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._waiting_state: dict[str, Any] | None = None
         self._waiting_strict = True
-        self._wide_state: dict[str, Tensor] = {}
 
     # -- saving
 
@@ -152,7 +151,6 @@ class CheckpointingStrategy(DDPStrategy):
                 self._refuse_mismatches(own, state)
                 strict = False
             module.load_state_dict(state, strict=strict)
-            self._wide_state = _wider_than_own(module, state)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -188,22 +186,6 @@ class CheckpointingStrategy(DDPStrategy):
         state, self._waiting_state = self._waiting_state, None
         if state is not None:
             self._load_into_shards(engine, state, strict=self._waiting_strict)
-
-    def _take_wide_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return, by FQN, loaded weights that are wider than the module's and still its values.
-
-        Collective: a hook may have edited the module on some ranks only, and rank 0's count.
-        """
-        wide, self._wide_state = self._wide_state, {}
-        if not wide:
-            return {}
-        unchanged = [
-            plain_name(name)
-            for name, p in module.named_parameters()
-            if plain_name(name) in wide
-            and torch.equal(p.detach(), wide[plain_name(name)].to(p.device, p.dtype))
-        ]
-        return {name: wide[name] for name in self.broadcast(unchanged)}
 
     def _gather_weights(self, engine: Engine, module: nn.Module) -> dict[int, Tensor]:
         """Return full weights on rank 0 by the parameter's id; collective."""
@@ -281,19 +263,6 @@ def _saved(value: Any, weights: Mapping[int, Tensor], *, keep: bool) -> Any:
     if keep:
         return value.detach()
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-def _wider_than_own(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    wide = {}
-    for name, p in module.named_parameters():
-        saved = state.get(name)
-        if (
-            isinstance(saved, Tensor)
-            and saved.shape == p.shape
-            and torch.promote_types(saved.dtype, p.dtype) != p.dtype
-        ):
-            wide[plain_name(name)] = saved
-    return wide
 
 
 def _refuse_other_content(checkpoint: object, path: _PATH) -> None:

@@ -16,9 +16,7 @@ from lightning.pytorch.plugins.precision import (
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import ConfigError, name_offenders
-from lightning_zeroplus.layout import STAGES, Placement
 
 __all__ = [
     "refuse_callbacks",
@@ -91,20 +89,18 @@ def refuse_sync_batchnorm(module: nn.Module, device: torch.device) -> None:
         )
 
 
-def refuse_callbacks(trainer: Trainer, config: EngineConfig) -> None:
-    """Pass unless a callback would exchange parameters that live in flat shards.
+def refuse_callbacks(trainer: Trainer) -> None:
+    """Pass unless a callback would exchange the parameters that are sharded.
 
     Raises:
         ConfigError: one would.
     """
-    if STAGES[config.stage].weight is not Placement.FLAT:
-        return
     found = [type(c).__qualname__ for c in _callbacks(trainer) if isinstance(c, ModelPruning)]
     if found:
         raise ConfigError(
             f"Expected callbacks that leave the set of parameters as it is, got "
-            f"{name_offenders(found)}, which masks weights through new parameters "
-            f"(stage {config.stage}). Use stage=1 or stage=2."
+            f"{name_offenders(found)}, which masks weights through parameters of other names. "
+            f"Prune before or after the fit, or with strategy='ddp'."
         )
 
 

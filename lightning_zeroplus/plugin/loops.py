@@ -1,4 +1,4 @@
-"""Ranks whose loops end at different batches.
+"""Ranks whose loops end at different batches, and where a loop starts and ends.
 
 Evaluation may be uneven: a rank that has run out of batches serves its peers' gathers until all
 have ended. That must happen after its last step and before the metrics of the loop are reduced
@@ -6,7 +6,8 @@ over ranks, and Lightning calls nothing of a strategy or a callback in between. 
 dataloader is no such place: batches are prefetched, so it ends before the last step has run, and
 with a known length it is never asked for more. `on_*_epoch_end` is too late: metrics were reduced.)
 What the loop itself asks is its fetcher, so the fetcher tells; it is made per run and ours to see
-in the strategy's `on_*_start`.
+in the strategy's `on_*_start`. Its first call is also the last moment before the first step that
+every rank reaches, after all `on_*_epoch_start` hooks.
 
 Training must be even, as under DDP. Where lengths are unknown or differ, ranks compare at every
 fetch whether they have a batch and whether it is the last, and all of them raise together.
@@ -32,12 +33,27 @@ class LoaderEnds:
     """Counts the dataloaders of one evaluation that have ended on this rank.
 
     Every rank counts to the same number, whichever of its dataloaders are empty.
+
+    Args:
+        total: number of dataloaders.
+        on_start: called once, before the first batch is fetched.
+        on_end: called once for each dataloader.
     """
 
-    def __init__(self, total: int, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, total: int, on_start: Callable[[], None], on_end: Callable[[], None]
+    ) -> None:
         self.total = total
+        self._on_start = on_start
         self._on_end = on_end
+        self._started = False
         self._ended = 0
+
+    def start(self) -> None:
+        """The first batch is about to be fetched, or a later one."""
+        if not self._started:
+            self._started = True
+            self._on_start()
 
     def reach(self, index: int) -> None:
         """All dataloaders before ``index`` have ended."""
@@ -51,14 +67,16 @@ class LoaderEnds:
 
 
 def tell_loader_ends(
-    loop: _EvaluationLoop | _PredictionLoop, on_end: Callable[[], None]
+    loop: _EvaluationLoop | _PredictionLoop,
+    on_start: Callable[[], None],
+    on_end: Callable[[], None],
 ) -> LoaderEnds:
-    """Make the run of ``loop`` that has just started call ``on_end`` once per dataloader."""
+    """Make the run of ``loop`` that is starting call ``on_start``, and ``on_end`` per dataloader."""
     fetcher = loop._data_fetcher
     assert fetcher is not None
     loader = loop._combined_loader
     sequential = loader is None or loader._mode == "sequential"
-    ends = LoaderEnds(loop.num_dataloaders if sequential else 1, on_end)
+    ends = LoaderEnds(loop.num_dataloaders if sequential else 1, on_start, on_end)
     _extend(fetcher, _TellsEnds)
     vars(fetcher)["_loader_ends"] = ends
     return ends
@@ -70,6 +88,7 @@ class _TellsEnds(_DataFetcher):
     _loader_ends: LoaderEnds
 
     def __next__(self) -> Any:
+        self._loader_ends.start()
         try:
             item = super().__next__()
         except StopIteration:

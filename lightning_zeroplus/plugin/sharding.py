@@ -95,7 +95,7 @@ class ShardingStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         self._failed = False
         checks.refuse_precision(self.precision_plugin)
-        checks.refuse_callbacks(trainer, self._config)
+        checks.refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = self._shard_connected_module(fitting=fitting)
         if fitting:
@@ -122,8 +122,7 @@ class ShardingStrategy(CheckpointingStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             checks.refuse_sync_batchnorm(module, self.root_device)
-        originals = self._take_wide_state(module)
-        originals |= wide_weights(module, self.precision_plugin.convert_module)
+        originals = wide_weights(module, self.precision_plugin.convert_module)
         if self._transport is None:
             self._transport = c10d_transport(timeout=self._timeout or DEFAULT_TIMEOUT)
             if self._transport.world_size == 1:
@@ -189,7 +188,7 @@ class ShardingStrategy(CheckpointingStrategy):
         if self._requeue is not None:
             self._requeue.close()
         self._route = self._requeue = None
-        self._waiting_state, self._wide_state = None, {}
+        self._waiting_state = None
         if self._failed:
             # What peers wait for would never come over this transport again.
             self._optimizer_engine = self._transport = None

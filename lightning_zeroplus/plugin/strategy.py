@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -31,6 +31,8 @@ from lightning_zeroplus.plugin.sharding import DEFAULT_TIMEOUT, ShardingStrategy
 from lightning_zeroplus.zero import Engine
 
 __all__ = ["ZeroPlusStrategy"]
+
+_Output = TypeVar("_Output")
 
 
 class ZeroPlusStrategy(ShardingStrategy):
@@ -149,7 +151,7 @@ class ZeroPlusStrategy(ShardingStrategy):
         """Run the module's predict step on unsharded weights."""
         return self._evaluate(super().predict_step, *args, **kwargs)
 
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, step: Callable[..., _Output], *args: Any, **kwargs: Any) -> _Output:
         try:
             with self.engine.forward_pass(evaluation=True):
                 return step(*args, **kwargs)
@@ -202,23 +204,25 @@ class ZeroPlusStrategy(ShardingStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """Serve peers from each dataloader's end on this rank until all have ended."""
+        """Evaluate with rank 0's buffers; ranks whose batches have ended serve the others."""
         self._tell_loader_ends()
 
     @override
     def on_test_start(self) -> None:
-        """Serve peers from each dataloader's end on this rank until all have ended."""
+        """Evaluate with rank 0's buffers; ranks whose batches have ended serve the others."""
         self._tell_loader_ends()
 
     @override
     def on_predict_start(self) -> None:
-        """Serve peers from each dataloader's end on this rank until all have ended."""
+        """Evaluate with rank 0's buffers; ranks whose batches have ended serve the others."""
         self._tell_loader_ends()
 
     def _tell_loader_ends(self) -> None:
         trainer = self._connected_module().trainer
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-        self._loader_ends = tell_loader_ends(loop, self.engine.end_evaluation)
+        self._loader_ends = tell_loader_ends(
+            loop, self.engine.begin_evaluation, self.engine.end_evaluation
+        )
 
     def _compare_training_batches(self) -> None:
         if self.world_size > 1:

@@ -69,6 +69,7 @@ def make_units(
             f"Leave master_dtype unset or choose a wider one."
         )
     context.labels = [u.name for u in units]
+    transport.labels = context.labels
     return units
 
 

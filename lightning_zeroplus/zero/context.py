@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,10 +50,11 @@ class Context:
         """Return the name of a unit for messages."""
         return self.labels[unit] if 0 <= unit < len(self.labels) else ""
 
-    def weights_tag(self, operation: Operation, unit: int, label: str = "") -> Tag:
-        """Return the next tag of the weights channel."""
+    def weights_tag(self, operation: Operation, unit: int, exactly: str = "") -> Tag:
+        """Return the next tag of the weights channel; ``exactly`` must be equal on all ranks."""
         self._weights += 1
-        return Tag(self._weights, operation, unit, label or self.label(unit))
+        detail = zlib.crc32(exactly.encode()) if exactly else 0
+        return Tag(self._weights, operation, unit, exactly or self.label(unit), detail)
 
     def gradients_tag(self, operation: Operation, unit: int = -1, label: str = "") -> Tag:
         """Return the next tag of the gradients channel."""
@@ -60,9 +62,9 @@ class Context:
         return Tag(self._gradients, operation, unit, label or self.label(unit))
 
     @torch.no_grad()
-    def gather_values(self, values: Sequence[float], unit: int, label: str) -> list[list[float]]:
+    def gather_values(self, values: Sequence[float], unit: int, exactly: str) -> list[list[float]]:
         """Return every rank's few numbers; collective on the weights channel."""
-        tag = self.weights_tag(Operation.TOUCH, unit, label)
+        tag = self.weights_tag(Operation.TOUCH, unit, exactly)
         mine = torch.tensor(list(values), dtype=torch.float64)
         rows = torch.empty(mine.numel() * self.world_size, dtype=torch.float64)
         self.transport.all_gather(rows, mine, tag).wait()

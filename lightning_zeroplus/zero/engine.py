@@ -40,6 +40,8 @@ __all__ = ["Engine", "shard"]
 
 log = logging.getLogger(__name__)
 
+_NEVER_FREED: list[object] = []
+
 
 def shard(
     module: nn.Module,
@@ -347,6 +349,8 @@ class Engine(StateAccess):
             self.close()
             return
         state.leave_module(self, alone=True)
+        # A transport thread may still write into blocks of operations under way.
+        _NEVER_FREED.extend(unit.abandon() for unit in self.units)
         self._let_go()
 
     def _let_go(self) -> None:

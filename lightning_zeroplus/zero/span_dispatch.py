@@ -6,6 +6,7 @@ Elementwise ones run on the local part, norms and sums exchange one number, othe
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -205,11 +206,19 @@ def _view_as_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return NotImplemented
 
 
+def _exactly(spans: Sequence[SpanTensor], what: str) -> str:
+    names = [span.fqn for span in spans]
+    more = f" and {len(names) - 1} more [{zlib.crc32(','.join(names).encode())}]"
+    return f"{names[0]}{more if len(names) > 1 else ''} ({what})"
+
+
 def _norms(spans: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[Any]:
     ours = [s for s in spans if isinstance(s, SpanTensor)]
     context = ours[0]._entry.unit.context
     partial = [power_sum([s.to_local()], order) for s in ours]
-    rows = context.gather_values(partial, -1, "norm")
+    rows = context.gather_values(
+        partial, ours[0]._entry.unit.number, _exactly(ours, f"norm {order}")
+    )
     combine: Callable[[Sequence[float]], float] = max if order == math.inf else math.fsum
     totals = iter(root_of(combine([row[n] for row in rows]), order) for n in range(len(ours)))
     out: list[Any] = []
@@ -243,17 +252,19 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not span.dtype.is_floating_point:
         return NotImplemented
     part = float(span.to_local().sum(dtype=torch.float64))
-    rows = span._entry.unit.context.gather_values([part], -1, "sum")
+    unit = span._entry.unit
+    rows = unit.context.gather_values([part], unit.number, _exactly([span], "sum"))
     dtype = kwargs.get("dtype") or span.dtype
     return torch.tensor(math.fsum(row[0] for row in rows), dtype=dtype, device=span.device)
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spans, found_inf, inverse_scale = args
-    context = next(s for s in spans if isinstance(s, SpanTensor))._entry.unit.context
+    ours = [s for s in spans if isinstance(s, SpanTensor)]
+    unit = ours[0]._entry.unit
     local = [s.to_local() if isinstance(s, SpanTensor) else s for s in spans]
     func(local, found_inf, inverse_scale)
-    rows = context.gather_values([float(found_inf)], -1, "unscale")
+    rows = unit.context.gather_values([float(found_inf)], unit.number, _exactly(ours, "unscale"))
     found_inf.fill_(max(row[0] for row in rows))
 
 

@@ -269,6 +269,16 @@ class Unit:
         self.weights.own_part().copy_(self.weights.shard)
         self.note_versions()
 
+    def abandon(self) -> object:
+        """Let parameters rest for good; return what operations under way still write into."""
+        if not self.weights.resident:
+            self.doze()
+            if not self.weights.is_gathering:
+                self.weights.reshard()
+        flying = self.bucket is not None and self.bucket.in_flight
+        gathering = self.weights.is_gathering
+        return (self.bucket if flying else None, self.weights if gathering else None)
+
     def free(self) -> None:
         """Let all memory go but the shapes, and masters, that optimizer state needs. *Local.*"""
         self.bucket = None
