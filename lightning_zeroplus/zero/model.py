@@ -34,6 +34,9 @@ class ModelParam:
     stride: tuple[int, ...]
     """Strides of a dense tensor in the parameter's memory order."""
 
+    position: int = 0
+    """Place in registration order."""
+
     names: list[str] = field(default_factory=list)
     """All names, the first being ``fqn``."""
 
@@ -63,7 +66,7 @@ def scan_parameters(module: nn.Module) -> list[ModelParam]:
             entry = found.get(id(param))
             if entry is None:
                 stride = torch.empty_like(param, device="meta").stride()
-                entry = ModelParam(clean_fqn(name), param, param.shape, stride)
+                entry = ModelParam(clean_fqn(name), param, param.shape, stride, len(found))
                 found[id(param)] = entry
             entry.names.append(clean_fqn(name))
             entry.owners.append(owner)

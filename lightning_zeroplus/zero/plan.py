@@ -32,6 +32,11 @@ class UnitPlan:
     roots: tuple[nn.Module, ...] = ()
     """Modules around whose forward the unit is unsharded."""
 
+    @property
+    def first(self) -> int:
+        """Registration position of its first parameter."""
+        return min(entry.position for entry in self.params)
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:

@@ -20,13 +20,13 @@ from lightning_zeroplus.comm.bucket import BucketMemory
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.layout.budget import IN_FLIGHT
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.grad_span import GradSpan, read_slot, write_slot
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
 __all__ = ["Reducer"]
 
-_MOST_IN_FLIGHT = 1
 _PATIENCE_S = 1.0
 
 
@@ -39,7 +39,8 @@ class Reducer:
         self._context = context
         self._pool = pool
         self._defers = defers
-        self._order = list(reversed(units))
+        # Backward comes by the earliest registered parameters last.
+        self._order = sorted(units, key=lambda u: -u.plan.first)
         self._units = list(units)
         self._scale = 1.0 / context.world_size
         self._position = 0
@@ -150,7 +151,7 @@ class Reducer:
 
     def _start(self, unit: Unit) -> None:
         assert unit.bucket is not None
-        if len(self._flying) >= _MOST_IN_FLIGHT:
+        if len(self._flying) >= IN_FLIGHT:
             self._wait_a_little(self._flying[0])
         # A slot emptied since the landing means that the user dropped that gradient.
         for index, landed in unit.bucket.landed.items():

@@ -11,6 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zeroplus.comm.storage import BufferPool
+from lightning_zeroplus.config import EngineConfig
+from lightning_zeroplus.layout.budget import Budget, UnitSizes, budget_of
+from lightning_zeroplus.layout.placement import STAGES
 from lightning_zeroplus.zero import state
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.memory import MemoryReport, measure
@@ -27,6 +30,7 @@ class StateAccess(ABC):
     """Base of `Engine`. Every method is collective unless it says *local*."""
 
     module: nn.Module
+    config: EngineConfig
     units: list[Unit]
     context: Context
     reducer: Reducer
@@ -118,6 +122,20 @@ class StateAccess(ABC):
     ) -> None:
         """Take this rank's spans of a full optimizer state dict. *Local.*"""
         state.load_full_optimizer_state_dict(self, optimizer, state_dict)
+
+    def memory_budget(self, states: int = 2) -> Budget:
+        """Return what this rank should hold, from layouts alone. *Local.*
+
+        Args:
+            states: elementwise state tensors per parameter; 2 for Adam.
+        """
+        sizes = [
+            UnitSizes(u.layout, u.grad_layout, u.master_dtype.itemsize, u.scattered)
+            for u in self.units
+        ]
+        row = STAGES[self.config.stage]
+        rank, prefetch = self.context.rank, self.config.prefetch
+        return budget_of(sizes, row, rank, prefetch=prefetch, states=states)
 
     def memory_report(self) -> MemoryReport:
         """Return the bytes this rank holds by role, from live tensors. *Local.*"""
