@@ -17,7 +17,7 @@ from lightning_zeroplus import ZeroPlusStrategy, config, errors, zero
 
 PACKAGE = ["ZeroPlusCheckpointIO", "ZeroPlusStrategy", "__version__"]
 
-ENGINE = ["Engine", "EngineConfig", "MemoryReport", "shard"]
+ENGINE = ["Engine", "MemoryReport", "shard"]
 
 ERRORS = [
     "CheckpointError",
