@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import combinations, product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from tests.parity.reference import (
     make_optimizer,
     windows,
 )
-from tests.parity.zoo import build
+from tests.parity.zoo import BLOCKS, build
 
 __all__ = [
     "ATOL",
@@ -46,13 +45,16 @@ __all__ = [
 RTOL, ATOL = 1e-5, 1e-6
 
 
-def sharded_training(transport: Transport, case: Case, stage: int, **settings: Any) -> Result:
+def sharded_training(
+    transport: Transport, case: Case, stage: int, *, small_units: bool = True
+) -> Result:
     """Train this rank's part of the batches; the parameters returned are whole on every rank."""
     module = build(case.model)
     originals = {name: p.detach().clone() for name, p in module.named_parameters()}
     module.to(DTYPES[case.precision])
-    # Small units, so that even these models have several of them.
-    config = EngineConfig(stage=stage, **{"bucket_nbytes": 1024, **settings})
+    config = EngineConfig(stage=stage)
+    if small_units:
+        config = EngineConfig(stage=stage, bucket_nbytes=1024, units=BLOCKS[case.model])
     engine = shard(module, config, transport, originals=originals)
     optimizer = make_optimizer(case.optimizer, module)
     engine.attach(optimizer)
@@ -114,12 +116,12 @@ class _Loss(torch.nn.Module):
 
 
 def rank_sharded_training(
-    _rank: int, _world: int, case: Case, stage: int, bucket_nbytes: int | None = 1024
+    _rank: int, _world: int, case: Case, stage: int, small_units: bool = True
 ) -> Result:
     """Body of a rank process."""
     transport = c10d_transport(timeout=timedelta(seconds=30))
     try:
-        return sharded_training(transport, case, stage, bucket_nbytes=bucket_nbytes)
+        return sharded_training(transport, case, stage, small_units=small_units)
     finally:
         transport.close()
 

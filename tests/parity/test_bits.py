@@ -13,22 +13,22 @@ MODELS = ["dense", "odd", "tied"]
 OPTIMIZERS = ["fused_sgd", "fused_adamw"]
 
 
-def _sharded(pool, case: Case, stage: int, bucket_nbytes: int | None = 1024):
-    ranks = pool.run(rank_sharded_training, case, stage, bucket_nbytes)
+def _sharded(pool, case: Case, stage: int, small_units: bool = True):
+    ranks = pool.run(rank_sharded_training, case, stage, small_units)
     for other in ranks[1:]:
         assert_equal_bits(other, ranks[0])
     return ranks[0]
 
 
-@pytest.mark.parametrize("bucket_nbytes", [1024, None])
+@pytest.mark.parametrize("small_units", [True, False])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_accumulation_every_stage_has_the_bits_of_ddp_at_two_ranks(
-    pool2, stage, model, optimizer, bucket_nbytes
+    pool2, stage, model, optimizer, small_units
 ):
     case = Case(model=model, optimizer=optimizer, world=2)
-    found = _sharded(pool2, case, stage, bucket_nbytes)
+    found = _sharded(pool2, case, stage, small_units)
     assert_equal_bits(found, pool2.run(rank_ddp_training, case)[0])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zeroplus.comm import run_virtual_ranks
-from lightning_zeroplus.comm.storage import GradBucket, Reduced
+from lightning_zeroplus.comm.bucket import GradBucket, Reduced
 from lightning_zeroplus.zero.unit import Unit
 from tests.parity.reference import Case, plain_training
 from tests.parity.sharded import assert_parity, differing, sharded_training
@@ -19,9 +19,9 @@ _accumulate = Unit.accumulate
 
 
 def _land_without_the_mean(
-    self: GradBucket, index: int, pieces: Sequence[torch.Tensor], scale: float, *, add: bool
+    self: GradBucket, index: int, grad: torch.Tensor, scale: float, *, add: bool
 ) -> None:
-    _land(self, index, pieces, scale * self.world_size, add=add)
+    _land(self, index, grad, scale * self.world_size, add=add)
 
 
 def _reduce_own_gradient_only(self: GradBucket) -> Reduced:
@@ -32,9 +32,9 @@ def _reduce_own_gradient_only(self: GradBucket) -> Reduced:
 
 
 def _land_over_earlier_microbatches(
-    self: GradBucket, index: int, pieces: Sequence[torch.Tensor], scale: float, *, add: bool
+    self: GradBucket, index: int, grad: torch.Tensor, scale: float, *, add: bool
 ) -> None:
-    _land(self, index, pieces, scale, add=False)
+    _land(self, index, grad, scale, add=False)
 
 
 def _accumulate_last_microbatch_only(

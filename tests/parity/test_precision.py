@@ -12,6 +12,9 @@ from tests.parity.sharded import sharded_training
 # Narrow weights follow fp32 masters, so a weight is its master to half a unit in the last place
 # (2^-8 of it in bf16, 2^-11 in fp16; half as much again for a master that fell to the other side).
 ROUNDING = {"bf16": 1.5 * 2**-8, "fp16": 1.5 * 2**-11}
+# Narrow gradients repeat themselves to a unit in the last place only (kernels choose their order of
+# additions by the alignment of memory); that much of the 0.3 that weights move may differ.
+WOBBLE = {"bf16": 2**-8, "fp16": 2**-11}
 # Against a run that is fp32 throughout, after 8 steps that move weights by 0.05 to 0.4.
 DRIFT = {"bf16": 1e-2, "fp16": 1.5e-3}
 
@@ -48,9 +51,8 @@ def test_narrow_weights_are_the_rounded_masters_of_plain_pytorch(
     case = Case(
         model="tied", optimizer=optimizer, accumulate=accumulate, clip=clip, precision=precision
     )
-    _assert_near(
-        _run(case, stage), narrow_training(case).parameters, rtol=ROUNDING[precision], atol=1e-4
-    )
+    bounds = {"rtol": ROUNDING[precision], "atol": WOBBLE[precision]}
+    _assert_near(_run(case, stage), narrow_training(case).parameters, **bounds)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -70,6 +72,4 @@ def test_narrow_training_stays_near_fp32_training(stage, precision, optimizer):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_autocast_over_fp32_weights_is_that_of_plain_pytorch(stage, model, accumulate, clip):
     case = Case(model=model, accumulate=accumulate, clip=clip, precision="bf16-autocast")
-    # A number on the edge between two of bf16 may round to the other one; kernels choose their
-    # order of additions by the alignment of memory, so a run need not repeat itself to the bit.
     _assert_near(_run(case, stage), narrow_training(case).parameters, rtol=1e-5, atol=5e-4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["MODELS", "build", "microbatch"]
+__all__ = ["BLOCKS", "MODELS", "build", "microbatch"]
 
 
 class Odd(nn.Module):
@@ -113,6 +113,15 @@ class Dense(nn.Module):
 
 
 MODELS: dict[str, type[nn.Module]] = {"odd": Odd, "tied": Tied, "routed": Routed, "dense": Dense}
+
+# Classes that make several units even of models as small as these.
+BLOCKS: dict[str, tuple[str, ...] | None] = {
+    "odd": ("Linear", "LayerNorm"),
+    "tied": ("TiedBlock",),
+    # A unit of its own could not be gathered for an expert that other ranks do not run.
+    "routed": None,
+    "dense": ("Linear",),
+}
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
