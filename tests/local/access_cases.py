@@ -1,0 +1,18 @@
+"""All ways of touching parameters: `CASES` by name. Importing this file registers them."""
+
+from tests.local.access import autograd, compiled, kinds, modules, reads, training
+from tests.local.access.scene import CASES, Case, Scene, ShardedScene, run_case
+
+__all__ = [
+    "CASES",
+    "Case",
+    "Scene",
+    "ShardedScene",
+    "autograd",
+    "compiled",
+    "kinds",
+    "modules",
+    "reads",
+    "run_case",
+    "training",
+]
