@@ -105,7 +105,7 @@ def data(count: int = 48, batch_size: int = 4, seed: int = 0) -> DataLoader[Any]
     source = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 7, generator=source)
     y = torch.sin(3 * x) + 0.1 * torch.randn(count, 7, generator=source)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)  # no shuffling
 
 
 def make_trainer(strategy: Any, world: int, **options: Any) -> Trainer:
@@ -122,14 +122,10 @@ def make_trainer(strategy: Any, world: int, **options: Any) -> Trainer:
         "enable_model_summary": False,
         "default_root_dir": tempfile.mkdtemp(prefix="zeroplus-test-"),
     }
-    if "plugins" in options:
-        options = {**options, "plugins": options["plugins"]() if callable(options["plugins"]) else options["plugins"]}
-    callbacks = options.get("callbacks")
-    if callable(callbacks):
-        options = {**options, "callbacks": callbacks()}
-    if options.get("callbacks"):
-        options.setdefault("enable_checkpointing", True)
-        settings["enable_checkpointing"] = True
+    for name in ("plugins", "callbacks"):  # made here: a callback holds what no pipe can carry
+        if name in options:
+            options = {**options, name: options[name]()}
+    settings["enable_checkpointing"] = "callbacks" in options
     return Trainer(strategy=strategy, **{**settings, **options})
 
 
