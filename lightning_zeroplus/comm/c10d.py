@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,11 @@ from lightning_zeroplus.errors import CollectiveError
 __all__ = ["C10dTransport", "c10d_transport"]
 
 _INSTANCES = itertools.count()
+
+# torch 2.13 renamed it and warns of the old name.
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 
 
 def c10d_transport(
@@ -42,14 +47,20 @@ def c10d_transport(
 class _Wait:
     """A group's work under the eyes of the watch."""
 
-    def __init__(self, watch: Watch, works: list[Any], tag: Tag) -> None:
+    def __init__(
+        self, watch: Watch, works: list[Any], tag: Tag, *, on_device: bool = False
+    ) -> None:
         self._watch = watch
+        self._on_device = on_device
         self._works = works
         self._tag = tag
 
     def wait(self) -> None:
         works, self._works = self._works, []
         for work in works:
+            if self._on_device:
+                work.wait()  # orders streams; a time-out would block the host instead
+                continue
             self._watch.wait(self._tag, functools.partial(_attempt, work, self._tag))
 
     def is_completed(self) -> bool:
@@ -83,6 +94,21 @@ def _decode(tags: torch.Tensor) -> list[Tag]:
     return [Tag(row[0], Operation(row[1]), row[2], detail=row[3]) for row in rows]
 
 
+class _Channel:
+    """The groups that carry one channel: the device's, and Gloo for small things on the host."""
+
+    def __init__(self, limit: timedelta, backend: str | None) -> None:
+        self._device = dist.new_group(timeout=limit, backend=backend)
+        if "gloo" in str(dist.get_backend_config(self._device)):
+            self._host = self._device
+        else:
+            self._host = dist.new_group(timeout=limit, backend="gloo")
+
+    def of(self, tensor: torch.Tensor) -> Any:
+        """Return the group that can carry ``tensor``."""
+        return self._host if tensor.device.type == "cpu" else self._device
+
+
 class C10dTransport(Transport):
     """All ranks of the default process group, over two groups of the engine's own."""
 
@@ -96,8 +122,8 @@ class C10dTransport(Transport):
         self.labels: list[str] = []
         # Gloo's own limit must lie beyond ours, or its error comes first and names nobody.
         limit = timeout + timedelta(seconds=30)
-        self._weights = dist.new_group(timeout=limit, backend=backend)
-        self._gradients = dist.new_group(timeout=limit, backend=backend)
+        self._weights = _Channel(limit, backend)
+        self._gradients = _Channel(limit, backend)
         # Every rank makes its transports in the same order, so a counter names them alike.
         store: Any = dist.distributed_c10d._get_default_store()
         prefix = f"zeroplus/{next(_INSTANCES)}"
@@ -120,15 +146,15 @@ class C10dTransport(Transport):
         works: list[Any] = []
         if shard.numel():
             target, source = _bytes(out), _bytes(shard)
-            works.append(dist.all_gather_single(target, source, group=self._weights, async_op=True))
+            works.append(_all_gather(target, source, group=self._weights.of(target), async_op=True))
         self.sent_nbytes += (self.world_size - 1) * shard.numel() * shard.element_size()
-        return _Wait(self._watch, works, tag)
+        return _Wait(self._watch, works, tag, on_device=out.device.type != "cpu")
 
     @override
     def announce(self, tag: Tag) -> list[Tag]:
         self._watch.current = tag
         tags = torch.empty(4 * self.world_size, dtype=torch.int64)
-        work = dist.all_gather_single(tags, _encode(tag), group=self._weights, async_op=True)
+        work = _all_gather(tags, _encode(tag), group=self._weights.of(tags), async_op=True)
         _Wait(self._watch, [work], tag).wait()
         self.sent_nbytes += (self.world_size - 1) * 32
         return _decode(tags)
@@ -151,11 +177,11 @@ class C10dTransport(Transport):
             _bytes(source),
             [n * size for n in out_numels],
             [n * size for n in source_numels],
-            group=self._gradients,
+            group=self._gradients.of(source),
             async_op=True,
         )
         self.sent_nbytes += (sum(source_numels) - source_numels[self.rank]) * size
-        return _Wait(self._watch, [work], tag)
+        return _Wait(self._watch, [work], tag, on_device=source.device.type != "cpu")
 
     @override
     def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
@@ -164,7 +190,7 @@ class C10dTransport(Transport):
         row = [*map(float, head), *payload]
         mine = torch.tensor(row, dtype=torch.float64)
         rows = torch.empty(len(row) * self.world_size, dtype=torch.float64)
-        work = dist.all_gather_single(rows, mine, group=self._gradients, async_op=True)
+        work = _all_gather(rows, mine, group=self._gradients.of(rows), async_op=True)
         _Wait(self._watch, [work], tag).wait()
         self.sent_nbytes += (self.world_size - 1) * mine.numel() * 8
         table = rows.view(self.world_size, -1).tolist()
@@ -183,13 +209,13 @@ class C10dTransport(Transport):
         self._watch.current = tag
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         size = torch.tensor([mine.numel()], dtype=torch.int64)
-        work = dist.all_gather_single(sizes, size, group=self._gradients, async_op=True)
+        work = _all_gather(sizes, size, group=self._gradients.of(sizes), async_op=True)
         _Wait(self._watch, [work], tag).wait()
         most = int(sizes.max())
         padded = torch.zeros(most, dtype=mine.dtype)
         padded[: mine.numel()] = mine
         table = torch.empty(most * self.world_size, dtype=mine.dtype)
-        work = dist.all_gather_single(table, padded, group=self._gradients, async_op=True)
+        work = _all_gather(table, padded, group=self._gradients.of(table), async_op=True)
         _Wait(self._watch, [work], tag).wait()
         self.sent_nbytes += (self.world_size - 1) * (most * mine.element_size() + 8)
         rows = table.view(self.world_size, most)
@@ -201,7 +227,7 @@ class C10dTransport(Transport):
         view = _bytes(tensor.detach())
         if view.numel() == 0:
             return
-        work = dist.broadcast(view, source, group=self._gradients, async_op=True)
+        work = dist.broadcast(view, source, group=self._gradients.of(view), async_op=True)
         _Wait(self._watch, [work], tag).wait()
         if self.rank == source:
             self.sent_nbytes += (self.world_size - 1) * view.numel()
@@ -211,7 +237,7 @@ class C10dTransport(Transport):
         self._watch.current = tag
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         mine = torch.tensor([shard.numel()], dtype=torch.int64)
-        work = dist.all_gather_single(sizes, mine, group=self._gradients, async_op=True)
+        work = _all_gather(sizes, mine, group=self._gradients.of(sizes), async_op=True)
         _Wait(self._watch, [work], tag).wait()
         numels = [int(n) for n in sizes]
         here = self.rank == destination

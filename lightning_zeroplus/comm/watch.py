@@ -65,6 +65,8 @@ class Watch:
             target=_beat, args=(weakref.ref(self), self._stop, interval), daemon=True
         )
         self._thread.start()
+        # Also at the interpreter's exit, where a thread inside a store call would be cut off.
+        weakref.finalize(self, self._stop.set)
 
     def publish(self, state: str | None = None) -> None:
         """Write this rank's state if it changed."""

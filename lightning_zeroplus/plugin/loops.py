@@ -71,7 +71,7 @@ def tell_loader_ends(
     on_start: Callable[[], None],
     on_end: Callable[[], None],
 ) -> LoaderEnds:
-    """Make the run of ``loop`` that is starting call ``on_start``, and ``on_end`` per dataloader."""
+    """Make the run of ``loop`` that is starting call ``on_start``, then ``on_end`` per loader."""
     fetcher = loop._data_fetcher
     assert fetcher is not None
     loader = loop._combined_loader

@@ -68,6 +68,11 @@ def make_units(
             f"Expected master_dtype at least as wide as the weights, got {name_offenders(narrow)}. "
             f"Leave master_dtype unset or choose a wider one."
         )
+    if not hasattr(torch.Tensor, "grad_dtype") and any(u.dtype != u.master_dtype for u in units):
+        raise ConfigError(
+            f"Expected a torch build with Tensor.grad_dtype for masters wider than the weights, "
+            f"got {torch.__version__}. Use torch 2.13 or newer, or 32-true or mixed precision."
+        )
     context.labels = [u.name for u in units]
     transport.labels = context.labels
     return units

@@ -174,7 +174,7 @@ def leave_module(engine: Engine, *, alone: bool = False) -> None:
                 full = gather_full(entry, local, "close")
                 entry.param.__class__ = unit.user_classes[entry.index]
             entry.param.data = full
-            if entry.param.grad_dtype != entry.param.dtype:
+            if unit.has_own_master:
                 entry.param.grad_dtype = entry.param.dtype
 
 
