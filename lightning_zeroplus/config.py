@@ -66,7 +66,9 @@ class EngineConfig:
             )
         if not _whole(self.prefetch, 0):
             problems.append(f"prefetch={self.prefetch!r} (a whole number, 0 or more)")
-        if self.units is not None:
+        if self.units is not None and not isinstance(self.units, tuple):
+            problems.append(f"units={self.units!r} (a tuple of class names, paths or classes)")
+        elif self.units is not None:
             problems += [
                 f"units entry {entry!r} (a class name, an import path or a class)"
                 for entry in self.units

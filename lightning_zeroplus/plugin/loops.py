@@ -26,7 +26,7 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
 from lightning_zeroplus.errors import CollectiveError
 
-__all__ = ["LoaderEnds", "compare_training_batches", "tell_loader_ends"]
+__all__ = ["LoaderEnds", "compare_training_batches", "tell_loader_ends", "tell_skipped_loop"]
 
 
 class LoaderEnds:
@@ -74,12 +74,29 @@ def tell_loader_ends(
     """Make the run of ``loop`` that is starting call ``on_start``, then ``on_end`` per loader."""
     fetcher = loop._data_fetcher
     assert fetcher is not None
-    loader = loop._combined_loader
-    sequential = loader is None or loader._mode == "sequential"
-    ends = LoaderEnds(loop.num_dataloaders if sequential else 1, on_start, on_end)
+    ends = LoaderEnds(_count_loaders(loop), on_start, on_end)
     _extend(fetcher, _TellsEnds)
     vars(fetcher)["_loader_ends"] = ends
     return ends
+
+
+def tell_skipped_loop(
+    loop: _EvaluationLoop | _PredictionLoop,
+    on_start: Callable[[], None],
+    on_end: Callable[[], None],
+) -> None:
+    """Make the calls of `tell_loader_ends` for a ``loop`` that this rank had no batches for."""
+    ends = LoaderEnds(_count_loaders(loop), on_start, on_end)
+    ends.start()
+    ends.finish()
+
+
+def _count_loaders(loop: _EvaluationLoop | _PredictionLoop) -> int:
+    """Return how many dataloaders ``loop`` takes one after the other."""
+    loader = loop._combined_loader
+    if loader is None:
+        return 0
+    return len(loader.flattened) if loader._mode == "sequential" else 1
 
 
 class _TellsEnds(_DataFetcher):

@@ -12,6 +12,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,7 +26,12 @@ from lightning_zeroplus.config import (
     UnusedGradients,
 )
 from lightning_zeroplus.errors import ConfigError, PhaseError
-from lightning_zeroplus.plugin.loops import LoaderEnds, compare_training_batches, tell_loader_ends
+from lightning_zeroplus.plugin.loops import (
+    LoaderEnds,
+    compare_training_batches,
+    tell_loader_ends,
+    tell_skipped_loop,
+)
 from lightning_zeroplus.plugin.registry import register
 from lightning_zeroplus.plugin.sharding import DEFAULT_TIMEOUT, ShardingStrategy, unwrapped
 from lightning_zeroplus.zero import Engine
@@ -223,6 +229,30 @@ class ZeroPlusStrategy(ShardingStrategy):
         self._loader_ends = tell_loader_ends(
             loop, self.engine.begin_evaluation, self.engine.end_evaluation
         )
+
+    @override
+    def _end_run(self) -> None:
+        try:
+            self._serve_skipped_evaluation()
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            self._loader_ends = None
+            super()._end_run()
+
+    def _serve_skipped_evaluation(self) -> None:
+        """A rank without a single batch skips its loop, but its peers may need its shards."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if self._engine is None or self._failed or self._loader_ends is not None or trainer is None:
+            return
+        loop = {
+            TrainerFn.VALIDATING: trainer.validate_loop,
+            TrainerFn.TESTING: trainer.test_loop,
+            TrainerFn.PREDICTING: trainer.predict_loop,
+        }.get(trainer.state.fn)
+        if loop is not None:
+            tell_skipped_loop(loop, self._engine.begin_evaluation, self._engine.end_evaluation)
 
     def _compare_training_batches(self) -> None:
         if self.world_size > 1:

@@ -25,6 +25,8 @@ class Context:
         self.labels: list[str] = []
         self.evaluating = False
         """Gathers are announced first, so that ranks whose loop has ended can serve them."""
+        self.is_gone = False
+        """The run failed: what needs other ranks is lost."""
         self._weights = 0
         self._gradients = 0
         self.settle: Callable[[], None] = lambda: None

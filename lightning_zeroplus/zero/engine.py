@@ -196,6 +196,7 @@ class Engine(StateAccess):
         if self._in_forward or torch._C._current_graph_task_id() != -1:
             return
         self.reducer.settle_flying()
+        self.refuse_replaced(nn.Parameter)
         self.take_back_data()
         self.arm()
         if not torch.is_grad_enabled():
@@ -211,19 +212,20 @@ class Engine(StateAccess):
             if unit.weights.resident:
                 unit.take_back_replaced()
 
-    def refuse_replaced(self) -> None:
+    def refuse_replaced(self, kind: type[object] = object) -> None:
         """Check that modules still hold the parameters that were sharded. *Local.*
 
-        Not before a forward: ``functional_call`` replaces them for its duration.
+        Args:
+            kind: what counts as another one. Before a forward only other parameters do, since
+                ``functional_call`` puts tensors there for its duration.
 
         Raises:
             PhaseError: a module holds another parameter object now.
         """
-        replaced = [
-            e.fqn
-            for e in self._entries.values()
-            if e.model.owners[0]._parameters.get(e.local_name) is not e.param
-        ]
+        held = (
+            (e, e.model.owners[0]._parameters.get(e.local_name)) for e in self._entries.values()
+        )
+        replaced = [e.fqn for e, p in held if p is not e.param and isinstance(p, kind)]
         if replaced:
             raise PhaseError(
                 f"Expected the parameters that were sharded, got other objects for "
@@ -350,6 +352,7 @@ class Engine(StateAccess):
             return
         state.leave_module(self, alone=True)
         # A transport thread may still write into blocks of operations under way.
+        self.context.is_gone = True
         _NEVER_FREED.extend(unit.abandon() for unit in self.units)
         self._let_go()
 

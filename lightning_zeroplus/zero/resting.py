@@ -161,8 +161,12 @@ class RestMixin:
 
 def _required(param: object) -> Entry:
     entry = _ENTRIES.get(id(param))
-    if entry is None:
-        raise PhaseError("Expected a parameter of a live engine, got one whose engine is gone.")
+    if entry is None or entry.unit.context.is_gone:
+        name = "a parameter" if entry is None else repr(entry.fqn)
+        raise PhaseError(
+            f"Expected {name} of a live engine, got a shard whose run has failed: the other ranks' "
+            f"spans are gone. Load the weights from the last checkpoint into a new module."
+        )
     return entry
 
 
@@ -184,6 +188,10 @@ def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(func, "__module__", "") == "torch.nn.init":
         with torch.no_grad():
             return _on_spans(func, args, kwargs)
+    return _access_values(func, args, kwargs)
+
+
+def _access_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.is_grad_enabled():
         return _on_spans(func, args, kwargs)
     name = _name_of(func)
@@ -214,6 +222,22 @@ def _assign_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(_blank(_required(args[0])), *args[1:], **kwargs)
+
+
+def _converted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``p.to(...)`` and ``p.cpu()`` return the parameter itself where nothing changes."""
+    param = args[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        device, dtype = param.device, param.dtype
+    if func is _T.cpu:
+        wanted, kind = torch.device("cpu"), None
+    elif kwargs.get("copy") or isinstance(args[1] if len(args) > 1 else None, torch.Tensor):
+        return _access_values(func, args, kwargs)
+    else:
+        wanted, kind, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+    if wanted in (None, device) and kind in (None, dtype):
+        return param
+    return _access_values(func, args, kwargs)
 
 
 def _blank(entry: Entry) -> torch.Tensor:
@@ -295,6 +319,8 @@ _SPECIAL: dict[Any, Any] = {
     _T.data.__set__: _assign_data,
     _T.data.__get__: _as_span,
     _T.detach: _as_span,
+    _T.cpu: _converted,
+    _T.to: _converted,
     **dict.fromkeys((_T.untyped_storage, _T.data_ptr, _T.share_memory_), _refuse_memory),
     **dict.fromkeys(
         (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like), _on_spans

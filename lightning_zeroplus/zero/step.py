@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import ConfigError, name_offenders
 from lightning_zeroplus.zero.probe import probe_optimizer
-from lightning_zeroplus.zero.unit import Entry, Unit
+from lightning_zeroplus.zero.span_tensor import SpanTensor
+from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.engine import Engine
@@ -48,6 +49,10 @@ class BoundOptimizer:
         self._user_state: defaultdict[torch.Tensor, Any] | None = None
         self._seen_state: defaultdict[torch.Tensor, Any] | None = None
         self._by_shard: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for param, values in optimizer.state.items():
+            entry = engine.find(param)
+            if entry is not None:
+                cut_state(entry, values)
         self._ours = types.MethodType(self._wrapped(), optimizer)
         optimizer.step = self._ours  # type: ignore[method-assign]
 
@@ -150,6 +155,7 @@ class BoundOptimizer:
             for param, values in state.items():
                 entry = engine.find(param)
                 if entry is not None and entry.shard is not None:
+                    cut_state(entry, values)
                     self._by_shard[entry.shard] = values
             self._seen_state = state
         return self._by_shard
@@ -206,3 +212,26 @@ class BoundOptimizer:
         if engine is None:
             raise ConfigError("Expected a live engine behind the optimizer, got one that is gone.")
         return engine
+
+
+@torch.no_grad()
+def cut_state(entry: Entry, values: dict[str, Any]) -> None:
+    """Replace full state tensors of a parameter by this rank's spans, as 1-D. *Local.*
+
+    Some optimizers make state when they are made, before anything is sharded for them.
+    """
+    if entry.shard is None:
+        return
+    owned = entry.unit.layout.owned(entry.index, entry.unit.context.rank)
+    for key, value in values.items():
+        if isinstance(value, SpanTensor):
+            values[key] = value.to_local().clone()
+        elif is_full_state(key, value, entry) and value.shape != entry.shard.shape:
+            values[key] = memory_order(value, entry.model)[owned.start : owned.stop].clone()
+
+
+def is_full_state(key: str, value: object, entry: Entry) -> bool:
+    """Return whether ``value`` is elementwise state in the parameter's full shape."""
+    if not isinstance(value, torch.Tensor) or value.shape != entry.model.shape:
+        return False
+    return value.dim() > 0 or key != "step"

@@ -124,6 +124,8 @@ class Unit:
         self.user_classes: list[type] = [type(e.param) for e in self.entries]
         self.is_awake = False
         """Whether parameters of Flat weights have the user's class now."""
+        self._was_awake = False
+        """Whether user code could edit the full weights that are there now."""
         self.last_node: object = None
         """Autograd node that used the weights last."""
 
@@ -188,7 +190,7 @@ class Unit:
     def wake(self) -> None:
         """Full weights are there and in use: parameters take their own class. *Local.*"""
         if not self.is_awake:
-            self.is_awake = True
+            self.is_awake = self._was_awake = True
             for entry, user_class in zip(self.entries, self.user_classes, strict=True):
                 entry.param.__class__ = user_class
 
@@ -202,6 +204,7 @@ class Unit:
 
     def note_versions(self) -> None:
         """Remember the versions of unedited full weights. *Local.*"""
+        self._was_awake = self.is_awake
         with torch._C.DisableTorchFunctionSubclass():
             for entry in self.entries:
                 entry.version = entry.param._version
@@ -212,7 +215,8 @@ class Unit:
         Raises:
             PhaseError: a parameter was pointed at other memory while it was gathered.
         """
-        self.keep_edits()
+        if self._was_awake:
+            self.keep_edits()
         self.doze()
         self.weights.reshard()
 
