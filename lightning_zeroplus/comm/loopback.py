@@ -149,11 +149,13 @@ class LoopbackTransport(Transport):
     @override
     def exchange(self, payload: Sequence[float], tag: Tag) -> list[list[float]]:
         rows = self._meet("gradients", (tag, list(payload)), tag)
+        self.sent_nbytes += (self.world_size - 1) * 8 * (len(payload) + 4)
         check_tags([_tag_of(row) for row in rows], tag, self.rank, self.labels)
         return [row[1] for row in rows]
 
     @override
     def exchange_bytes(self, payload: bytes, tag: Tag) -> list[bytes]:
+        self.sent_nbytes += (self.world_size - 1) * len(payload)
         return list(self._meet("setup", payload, tag))
 
     @override
@@ -173,6 +175,8 @@ class LoopbackTransport(Transport):
     @override
     def collect(self, shard: torch.Tensor, destination: int, tag: Tag) -> list[torch.Tensor] | None:
         rows = self._meet("setup", shard.detach().clone(), tag)
+        if self.rank != destination:
+            self.sent_nbytes += shard.numel() * shard.element_size()
         return rows if self.rank == destination else None
 
     @override

@@ -105,10 +105,14 @@ class WeightStorage:
         if self.resizes:
             flat = torch.empty(self.layout.numel, dtype=dtype, device=device)
             self.block_nbytes = flat.untyped_storage().nbytes()
-            flat.untyped_storage().resize_(0)
             return flat
         storage = Arena.resting_storage(self.block_nbytes, device)
         return tensor_over(storage, dtype, self.layout.numel, device)
+
+    def settle(self) -> None:
+        """Let go of what was needed while parameters were pointed at their views. *Local.*"""
+        if not self.resident and self.resizes:
+            self.flat.untyped_storage().resize_(0)
 
     @property
     def is_gathering(self) -> bool:

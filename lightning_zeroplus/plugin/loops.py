@@ -16,7 +16,7 @@ fetch whether they have a batch and whether it is the last, and all of them rais
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -26,7 +26,15 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 
 from lightning_zeroplus.errors import CollectiveError
 
-__all__ = ["LoaderEnds", "compare_training_batches", "tell_loader_ends", "tell_skipped_loop"]
+__all__ = [
+    "EvaluatingLoop",
+    "LoaderEnds",
+    "compare_training_batches",
+    "tell_loader_ends",
+    "tell_skipped_loop",
+]
+
+EvaluatingLoop: TypeAlias = _EvaluationLoop | _PredictionLoop
 
 
 class LoaderEnds:
@@ -67,7 +75,7 @@ class LoaderEnds:
 
 
 def tell_loader_ends(
-    loop: _EvaluationLoop | _PredictionLoop,
+    loop: EvaluatingLoop,
     on_start: Callable[[], None],
     on_end: Callable[[], None],
 ) -> LoaderEnds:
@@ -81,7 +89,7 @@ def tell_loader_ends(
 
 
 def tell_skipped_loop(
-    loop: _EvaluationLoop | _PredictionLoop,
+    loop: EvaluatingLoop,
     on_start: Callable[[], None],
     on_end: Callable[[], None],
 ) -> None:
@@ -91,7 +99,7 @@ def tell_skipped_loop(
     ends.finish()
 
 
-def _count_loaders(loop: _EvaluationLoop | _PredictionLoop) -> int:
+def _count_loaders(loop: EvaluatingLoop) -> int:
     """Return how many dataloaders ``loop`` takes one after the other."""
     loader = loop._combined_loader
     if loader is None:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_zeroplus.comm import Transport, c10d_transport
 from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.layout import STAGES, Placement
 from lightning_zeroplus.plugin import checks
 from lightning_zeroplus.plugin.checkpointing import CheckpointingStrategy, owns_parameters
 from lightning_zeroplus.plugin.precision import GradientRoute, fit_to_device, wide_weights
@@ -61,6 +62,7 @@ class ShardingStrategy(CheckpointingStrategy):
         self._route: GradientRoute | None = None
         self._requeue: Requeue | None = None
         self._failed = False
+        self._weights_lost = False
 
     @property
     def engine(self) -> Engine:
@@ -93,7 +95,7 @@ class ShardingStrategy(CheckpointingStrategy):
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._failed = False
+        self._failed = self._weights_lost = False
         checks.refuse_precision(self.precision_plugin)
         checks.refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -178,7 +180,13 @@ class ShardingStrategy(CheckpointingStrategy):
         try:
             self._end_run()
         finally:
-            super().teardown()
+            module = self._lightning_module
+            if self._weights_lost:  # what cannot be read cannot be moved
+                self._lightning_module = None
+            try:
+                super().teardown()
+            finally:
+                self._lightning_module = module
 
     def _end_run(self) -> None:
         engine, self._engine = self._engine, None
@@ -193,6 +201,8 @@ class ShardingStrategy(CheckpointingStrategy):
             # What peers wait for would never come over this transport again.
             self._optimizer_engine = self._transport = None
             if engine is not None:
+                row = STAGES[self._config.stage]
+                self._weights_lost = row.weight is Placement.FLAT and self.world_size > 1
                 engine.abandon()
         elif engine is not None:
             engine.close()

@@ -27,6 +27,7 @@ from lightning_zeroplus.config import (
 )
 from lightning_zeroplus.errors import ConfigError, PhaseError
 from lightning_zeroplus.plugin.loops import (
+    EvaluatingLoop,
     LoaderEnds,
     compare_training_batches,
     tell_loader_ends,
@@ -246,11 +247,12 @@ class ZeroPlusStrategy(ShardingStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if self._engine is None or self._failed or self._loader_ends is not None or trainer is None:
             return
-        loop = {
+        loops: dict[TrainerFn | None, EvaluatingLoop] = {
             TrainerFn.VALIDATING: trainer.validate_loop,
             TrainerFn.TESTING: trainer.test_loop,
             TrainerFn.PREDICTING: trainer.predict_loop,
-        }.get(trainer.state.fn)
+        }
+        loop = loops.get(trainer.state.fn)
         if loop is not None:
             tell_skipped_loop(loop, self._engine.begin_evaluation, self._engine.end_evaluation)
 

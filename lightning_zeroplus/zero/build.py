@@ -112,6 +112,7 @@ def fill_unit(unit: Unit, originals: Mapping[str, torch.Tensor]) -> None:
         _fill_masters(unit, originals)
     for entry in unit.entries:
         _point(entry)
+    unit.weights.settle()
 
 
 def _place(flat: torch.Tensor, unit: Unit, entry: Entry, value: torch.Tensor) -> None:

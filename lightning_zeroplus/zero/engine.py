@@ -179,6 +179,7 @@ class Engine(StateAccess):
         """Bracket one training, validation, test or prediction step."""
         self._open()
         self.context.evaluating = evaluation and not torch.is_grad_enabled()
+        self.refuse_replaced()
         self.before_forward()
         self._in_forward = True
         try:
@@ -196,7 +197,6 @@ class Engine(StateAccess):
         if self._in_forward or torch._C._current_graph_task_id() != -1:
             return
         self.reducer.settle_flying()
-        self.refuse_replaced(nn.Parameter)
         self.take_back_data()
         self.arm()
         if not torch.is_grad_enabled():
@@ -212,20 +212,19 @@ class Engine(StateAccess):
             if unit.weights.resident:
                 unit.take_back_replaced()
 
-    def refuse_replaced(self, kind: type[object] = object) -> None:
+    def refuse_replaced(self) -> None:
         """Check that modules still hold the parameters that were sharded. *Local.*
 
-        Args:
-            kind: what counts as another one. Before a forward only other parameters do, since
-                ``functional_call`` puts tensors there for its duration.
+        Not before any forward: ``functional_call`` puts others there for its duration.
 
         Raises:
             PhaseError: a module holds another parameter object now.
         """
         held = (
-            (e, e.model.owners[0]._parameters.get(e.local_name)) for e in self._entries.values()
+            (e, e.model.owners[0]._parameters.get(e.local_name, e.param))
+            for e in self._entries.values()
         )
-        replaced = [e.fqn for e, p in held if p is not e.param and isinstance(p, kind)]
+        replaced = [e.fqn for e, p in held if p is not e.param]
         if replaced:
             raise PhaseError(
                 f"Expected the parameters that were sharded, got other objects for "

@@ -76,27 +76,28 @@ def _span_name(members: Sequence[ModelParam]) -> str:
 
 def _blocks_by_request(module: nn.Module, units: Sequence[str | type]) -> dict[int, str]:
     wanted: list[type] = []
-    names: list[str] = []
+    names: list[object] = []
     for entry in units:
         found = entry if isinstance(entry, type) else import_class(entry)
         if found is None:
-            names.append(str(entry))
+            names.append(entry)
         else:
             wanted.append(found)
     blocks: dict[int, str] = {}
     matched: set[object] = set()
 
-    def visit(child: nn.Module, name: str) -> None:
-        hit: object = next((t for t in wanted if isinstance(child, t)), None)
-        hit = hit or next((n for n in names if type(child).__name__ == n), None)
-        if hit is not None and name:
-            blocks.setdefault(id(child), name)
-            matched.add(hit)
-            return
+    def visit(child: nn.Module, name: str, outer: bool) -> None:
+        hits: list[object] = [t for t in wanted if isinstance(child, t)]
+        hits += [n for n in names if type(child).__name__ == n]
+        if name:
+            matched.update(hits)
+            if hits and not outer:
+                blocks.setdefault(id(child), name)
+                outer = True
         for key, grandchild in child.named_children():
-            visit(grandchild, f"{name}.{key}" if name else key)
+            visit(grandchild, f"{name}.{key}" if name else key, outer)
 
-    visit(module, "")
+    visit(module, "", False)
     missing = [str(w) for w in (*wanted, *names) if w not in matched]
     if missing:
         present = sorted({type(m).__name__ for m in module.modules() if any(m.children())})
@@ -201,12 +202,13 @@ def uses_by_module(plans: Sequence[UnitPlan]) -> dict[nn.Module, list[int]]:
     home = {id(entry.param): n for n, plan in enumerate(plans) for entry in plan.params}
     blocks = {id(r) for plan in plans for r in plan.roots if not plan.scattered}
     uses: dict[nn.Module, list[int]] = {}
+    inside: set[int] = set()
     for plan in plans:
         for root in plan.roots:
             deep = id(root) in blocks and _holds_all(root, plan)
+            inside.update(id(m) for m in (root.modules() if deep else (root,)))
             found = (home[id(p)] for p in root.parameters(recurse=deep) if id(p) in home)
             uses[root] = list(dict.fromkeys([*uses.get(root, []), *found]))
-    inside = {id(m) for root in uses for m in root.modules()}
     for n, plan in enumerate(plans):
         for entry in plan.params:
             for owner in entry.owners[1:]:

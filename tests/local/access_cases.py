@@ -1,6 +1,6 @@
 """All ways of touching parameters: `CASES` by name. Importing this file registers them."""
 
-from tests.local.access import autograd, compiled, kinds, modules, reads, training
+from tests.local.access import autograd, compiled, kinds, modules, reads, recipes, training
 from tests.local.access.scene import CASES, Case, Scene, ShardedScene, run_case
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "kinds",
     "modules",
     "reads",
+    "recipes",
     "run_case",
     "training",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zeroplus.comm import run_virtual_ranks
-from lightning_zeroplus.config import Stage, UnshardOnAccess
+from lightning_zeroplus.config import Stage
 from lightning_zeroplus.errors import PhaseError
 from tests.local.access.scene import Bracket
 from tests.local.access_cases import CASES, Scene, ShardedScene, run_case
@@ -31,19 +31,10 @@ def plain(name: str) -> dict[str, Tensor]:
     return run_case(name, Scene())
 
 
-def sharded(
-    name: str,
-    stage: Stage,
-    *,
-    world: int = 2,
-    on_access: UnshardOnAccess = "gather",
-    bracket: Bracket = "loss",
-) -> list[dict[str, Tensor]]:
+def sharded(name: str, stage: Stage, *, world: int = 2, **settings: Any) -> list[dict[str, Tensor]]:
     return run_virtual_ranks(
         world,
-        lambda transport: run_case(
-            name, ShardedScene(transport, stage, on_access=on_access, bracket=bracket)
-        ),
+        lambda transport: run_case(name, ShardedScene(transport, stage, **settings)),
         timeout_s=20,
     )
 
@@ -81,6 +72,15 @@ def test_a_case_equals_plain_pytorch_on_three_ranks(
     name: str, stage: Stage, bracket: Bracket
 ) -> None:
     assert_equal(name, sharded(name, stage, world=3, bracket=bracket))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("least_unit_nbytes", "prefetch"), [(4 << 20, 1), (1500, 0), (0, 3)])
+@pytest.mark.parametrize("name", params(NAMES))
+def test_a_case_equals_plain_pytorch_however_units_are_cut_and_prefetched(
+    name: str, least_unit_nbytes: int, prefetch: int
+) -> None:
+    assert_equal(name, sharded(name, 3, least_unit_nbytes=least_unit_nbytes, prefetch=prefetch))
 
 
 @pytest.mark.parametrize("name", params(SERVED))

@@ -126,13 +126,19 @@ def test_data_assigned_inside_forward_is_refused_by_name() -> None:
     ],
     ids=["attribute", "load_state_dict(assign=True)", "another device"],
 )
-def test_a_replaced_parameter_is_refused_at_the_next_forward(
+def test_a_replaced_parameter_is_refused_by_the_next_step(
     replace: Callable[[nn.Sequential], object],
 ) -> None:
     def body(model: nn.Sequential, engine: Engine) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach(optimizer)
         replace(model)
+        with pytest.raises(ZeroPlusError, match=r"0\.weight"), engine.forward_pass():
+            pass
         with pytest.raises(ZeroPlusError, match=r"0\.weight"):
-            model(torch.ones(2, 13))
+            optimizer.step()
+        with pytest.raises(ZeroPlusError, match=r"0\.weight"):
+            list(engine.iterate_full_state())
 
     on_two_ranks(body)
 

@@ -64,7 +64,12 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.T
 
 @pytest.mark.parametrize(
     "strategy",
-    ["zeroplus_stage_2", "zeroplus_stage_3", "zeroplus_stage_3_spawn", "zeroplus_stage_1_fork"],
+    [
+        "zeroplus_stage_3_spawn",
+        "zeroplus_stage_1_fork",
+        "zeroplus_stage_2",
+        pytest.param("zeroplus_stage_3", marks=pytest.mark.full),
+    ],
 )
 def test_it_trains_like_ddp(
     tmp_path: Path, ddp: dict[str, dict[str, torch.Tensor]], strategy: str

@@ -71,7 +71,9 @@ def evaluate(
 @pytest.mark.parametrize("kind", [Sized, Unsized])
 @pytest.mark.parametrize("limit", [1.0, 3])
 @pytest.mark.parametrize(
-    "counts", [[[2, 5]], [[4, 1]], [[1, 3], [4, 2]], [[3, 1], [0, 2], [1, 1]]], ids=str
+    "counts",
+    [[[2, 5]], [[4, 1]], [[1, 3], [4, 2]], [[3, 1], [0, 2], [1, 1]], [[0, 2], [0, 1]]],
+    ids=str,
 )
 def test_ranks_with_other_numbers_of_batches_end_with_their_own_results(
     pair: RankPool, kind: type, counts: list[list[int]], limit: float
@@ -82,6 +84,25 @@ def test_ranks_with_other_numbers_of_batches_end_with_their_own_results(
     got = pair.run(evaluate, {"stage": 3}, kind, counts, limit)
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class FetchesItself(Evaluated):
+    def predict_step(self, dataloader_iter: Any) -> float:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return float(self.loss(batch))
+
+
+def fetch(rank: int, world: int, strategy: Any, kind: type) -> Any:
+    trainer = make_trainer(strategy, world, use_distributed_sampler=False)
+    return trainer.predict(FetchesItself(), DataLoader(kind(2 + 3 * rank)))
+
+
+@pytest.mark.parametrize("kind", [Sized, Unsized])
+def test_steps_that_fetch_for_themselves_are_served_too(pair: RankPool, kind: type) -> None:
+    wanted = pair.run(fetch, "ddp", kind)
+    got = pair.run(fetch, {"stage": 3}, kind)
+    assert [len(g) for g in got] == [2, 5]
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 class InFit(Net):

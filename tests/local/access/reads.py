@@ -78,6 +78,20 @@ def _(scene: Scene) -> None:
     train(scene, model, loss)
 
 
+@case("functional_call with another model's parameters")
+def _(scene: Scene) -> None:
+    model, teacher = scene.model(Net), scene.build(Net)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(0.5)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        lesson = functional_call(model, dict(teacher.named_parameters()), (x,))
+        return mse_loss(model(x), y + lesson.detach())
+
+    train(scene, model, loss)
+
+
 @case("parameters_to_vector in the loss", refused=True)
 def _(scene: Scene) -> None:
     model = scene.model(Net)

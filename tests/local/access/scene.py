@@ -125,12 +125,14 @@ class ShardedScene(Scene):
         *,
         on_access: UnshardOnAccess = "gather",
         bracket: Bracket = "loss",
+        least_unit_nbytes: int = 0,  # every block is a unit of its own
+        prefetch: int = 1,
     ) -> None:
         super().__init__()
-        transport.least_unit_nbytes = 0  # every block is a unit of its own
+        transport.least_unit_nbytes = least_unit_nbytes
         self.transport = transport
         self.rank, self.world = transport.rank, transport.world_size
-        self.config = EngineConfig(stage=stage, unshard_on_access=on_access)
+        self.config = EngineConfig(stage=stage, unshard_on_access=on_access, prefetch=prefetch)
         self.bracket = bracket
         self.engine: Engine | None = None
 
