@@ -3,6 +3,7 @@
     python -m benchmarks.access_vs_fsdp2
     python -m benchmarks.access_vs_fsdp2 --write docs/explanation/access.md
     python -m benchmarks.access_vs_fsdp2 --case "weight_norm"
+    python -m benchmarks.access_vs_fsdp2 --results access.json   # goes on where it stopped
 
 Every case of `tests/local/access_cases.py` trains a few steps in two processes over Gloo, under
 stage 3 with both settings of `unshard_on_access` and under `fully_shard`, and is compared with
@@ -13,6 +14,7 @@ next one starts with new ones.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import warnings
@@ -164,15 +166,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--write", type=Path, help="a document with the marks of the table")
+    parser.add_argument("--results", type=Path, help="keep verdicts here, and take them from here")
     options = parser.parse_args()
-    rows: list[tuple[str, dict[str, str]]] = []
+    found: dict[str, dict[str, str]] = {}
+    if options.results is not None and options.results.exists():
+        found = json.loads(options.results.read_text())
+    names = [name for name in CASES if options.case in name]
     with RankPool(WORLD) as pool:
-        for name in CASES:
-            if options.case not in name:
+        for name in names:
+            if name in found:
                 continue
-            rows.append((name, {variant: judge(pool, name, variant) for variant in VARIANTS}))
-            print(name, *rows[-1][1].values(), sep=" | ", flush=True)
-    text = table(rows)
+            found[name] = {variant: judge(pool, name, variant) for variant in VARIANTS}
+            print(name, *found[name].values(), sep=" | ", flush=True)
+            if options.results is not None:
+                options.results.write_text(json.dumps(found, indent=1))
+    text = table([(name, found[name]) for name in names])
     print(text)
     if options.write is not None:
         write(options.write, text)

@@ -15,7 +15,7 @@ from lightning_zeroplus.comm.private import hide_from_compiler
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Transport
 from lightning_zeroplus.config import EngineConfig
-from lightning_zeroplus.errors import ConfigError, PhaseError, name_offenders
+from lightning_zeroplus.errors import ConfigError, PhaseError
 from lightning_zeroplus.layout.placement import STAGES, Placement
 from lightning_zeroplus.zero import build, state
 from lightning_zeroplus.zero.context import Context
@@ -211,25 +211,6 @@ class Engine(StateAccess):
         for unit in self.units:
             if unit.weights.resident:
                 unit.take_back_replaced()
-
-    def refuse_replaced(self) -> None:
-        """Check that modules still hold the parameters that were sharded. *Local.*
-
-        Not before any forward: ``functional_call`` puts others there for its duration.
-
-        Raises:
-            PhaseError: a module holds another parameter object now.
-        """
-        held = (
-            (e, e.model.owners[0]._parameters.get(e.local_name, e.param))
-            for e in self._entries.values()
-        )
-        replaced = [e.fqn for e, p in held if p is not e.param]
-        if replaced:
-            raise PhaseError(
-                f"Expected the parameters that were sharded, got other objects for "
-                f"{name_offenders(replaced)}. Copy new values into them, or shard again."
-            )
 
     @contextlib.contextmanager
     def backward_pass(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.config import EngineConfig
+from lightning_zeroplus.errors import PhaseError, name_offenders
 from lightning_zeroplus.layout.budget import Budget, UnitSizes, budget_of
 from lightning_zeroplus.layout.placement import STAGES
 from lightning_zeroplus.zero import state
@@ -52,6 +53,31 @@ class StateAccess(ABC):
     def _open(self) -> None:
         """Refuse a closed engine."""
 
+    def refuse_replaced(self) -> None:
+        """Check that modules still hold the parameters that were sharded. *Local.*
+
+        Not before any forward: ``functional_call`` puts others there for its duration.
+
+        Raises:
+            PhaseError: a module holds another parameter object now.
+        """
+        places = (
+            (name, owner, entry)
+            for entry in dict.fromkeys(self.by_name.values())
+            for name, owner in zip(entry.model.names, entry.model.owners, strict=True)
+        )
+        replaced = [
+            name
+            for name, owner, entry in places
+            if owner._parameters.get(name.rpartition(".")[2], entry.param) is not entry.param
+        ]
+        if replaced:
+            raise PhaseError(
+                f"Expected the parameters that were sharded, got other objects for "
+                f"{name_offenders(replaced)}. Copy new values into them, load "
+                f"without assign=True, or shard again."
+            )
+
     @abstractmethod
     def finalize(self) -> None:
         """Have every pending gradient reduced."""
@@ -86,6 +112,7 @@ class StateAccess(ABC):
     def iterate_full_state(self, keep_on: int = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield every parameter by every name, then buffers; on the CPU of rank ``keep_on``."""
         self._open()
+        self.refuse_replaced()
         yield from state.iterate_full_state(self, keep_on)
 
     def load_full_state(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from tests.dist_pool import RankPool
 from tests.plugin.scenes import Net, close, data, fit, make_trainer, seed_everything, weights_of
@@ -131,3 +132,30 @@ def test_evaluation_loads_weights_only(pair: RankPool, saved: dict[str, Path], s
     wanted = pair.run(evaluate_checkpoint, "ddp", saved["ddp"])
     got = pair.run(evaluate_checkpoint, {"stage": stage}, saved["ddp"])
     assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def loss_scaled() -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16-true": {"precision": "bf16-true"},
+    "16-mixed": {"plugins": loss_scaled},
+    "64-true, accumulating": {"precision": "64-true", "accumulate_grad_batches": 4},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_resume_is_exact_in_every_precision(
+    pair: RankPool, tmp_path: Path, name: str, stage: int
+) -> None:
+    """Wide masters and the loss scale are part of what is saved."""
+    options = PRECISIONS[name]
+    path = tmp_path / "x.ckpt"
+    pair.run(fit, {"stage": stage}, {**options, "max_epochs": 1}, Net, {}, None, path)
+    straight = pair.run(fit, {"stage": stage}, {**options, "max_epochs": 2})
+    resumed = pair.run(fit, {"stage": stage}, {**options, "max_epochs": 2}, Net, {"seed": 9}, path)
+    for whole, rest in zip(straight, resumed, strict=True):
+        close(rest["weights"], whole["weights"], rtol=0, atol=0)
