@@ -47,6 +47,7 @@ class CheckpointingStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._waiting_state: dict[str, Any] | None = None
         self._waiting_strict = True
+        self._wide_state: dict[str, Tensor] = {}
 
     # -- saving
 
@@ -151,6 +152,7 @@ class CheckpointingStrategy(DDPStrategy):
                 self._refuse_mismatches(own, state)
                 strict = False
             module.load_state_dict(state, strict=strict)
+            self._wide_state = {n: t for n, t in state.items() if _is_wider(t, own.get(n))}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -186,6 +188,18 @@ class CheckpointingStrategy(DDPStrategy):
         state, self._waiting_state = self._waiting_state, None
         if state is not None:
             self._load_into_shards(engine, state, strict=self._waiting_strict)
+
+    def _take_wide_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return loaded values that ``module`` could hold only rounded, if it still has them."""
+        wide, self._wide_state = self._wide_state, {}
+        if not wide:
+            return {}
+        own = own_state(module)
+        return {
+            name: value
+            for name, value in wide.items()
+            if torch.equal(own[name].detach(), value.to(own[name].device, own[name].dtype))
+        }
 
     def _gather_weights(self, engine: Engine, module: nn.Module) -> dict[int, Tensor]:
         """Return full weights on rank 0 by the parameter's id; collective."""
@@ -245,6 +259,21 @@ def owns_parameters(optimizer: Optimizer) -> bool:
     Lightning's stand-in for "no optimizer" holds a tensor of its own.
     """
     return any(isinstance(p, nn.Parameter) for g in optimizer.param_groups for p in g["params"])
+
+
+@torch.no_grad()
+def widen(module: nn.Module, wide: Mapping[str, Tensor]) -> None:
+    """Copy exact values into ``module`` where it can hold them by now."""
+    own = own_state(module) if wide else {}
+    for name, value in wide.items():
+        if not _is_wider(value, own[name]):
+            own[name].copy_(value)
+
+
+def _is_wider(value: object, than: object) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(than, Tensor):
+        return False
+    return torch.promote_types(value.dtype, than.dtype) != than.dtype
 
 
 def _is_frozen(value: object) -> bool:

@@ -23,7 +23,11 @@ from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout import STAGES, Placement
 from lightning_zeroplus.plugin import checks
-from lightning_zeroplus.plugin.checkpointing import CheckpointingStrategy, owns_parameters
+from lightning_zeroplus.plugin.checkpointing import (
+    CheckpointingStrategy,
+    owns_parameters,
+    widen,
+)
 from lightning_zeroplus.plugin.precision import GradientRoute, fit_to_device, wide_weights
 from lightning_zeroplus.plugin.requeue import Requeue
 from lightning_zeroplus.zero import Engine, shard
@@ -124,7 +128,9 @@ class ShardingStrategy(CheckpointingStrategy):
             if self._layer_sync is not None:
                 self._layer_sync.apply(module)
             checks.refuse_sync_batchnorm(module, self.root_device)
+        loaded = self._take_wide_state(module)
         originals = wide_weights(module, self.precision_plugin.convert_module)
+        widen(module, loaded)  # a 64-true run was loaded into the fp32 module that it was made as
         if self._transport is None:
             self._transport = c10d_transport(timeout=self._timeout or DEFAULT_TIMEOUT)
             if self._transport.world_size == 1:
@@ -196,7 +202,7 @@ class ShardingStrategy(CheckpointingStrategy):
         if self._requeue is not None:
             self._requeue.close()
         self._route = self._requeue = None
-        self._waiting_state = None
+        self._waiting_state, self._wide_state = None, {}
         if self._failed:
             # What peers wait for would never come over this transport again.
             self._optimizer_engine = self._transport = None

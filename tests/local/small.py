@@ -87,8 +87,8 @@ def step(
 
 
 def sharded(module: nn.Module, transport: Transport, stage: int, **settings: Any) -> Engine:
-    """Shard into several units even of a model as small as these."""
-    transport.least_unit_nbytes = 0  # type: ignore[misc]
+    """Shard into several units even of a model as small as these, unless told otherwise."""
+    transport.least_unit_nbytes = settings.pop("least_unit_nbytes", 0)  # type: ignore[misc]
     settings = {"bucket_nbytes": 512, **settings}
     return shard(module, EngineConfig(stage=stage, **settings), transport)  # type: ignore[arg-type]
 

@@ -202,11 +202,19 @@ def test_a_gradient_without_any_backward_is_stepped_on(stage: int) -> None:
         lambda g: g.masked_fill_(torch.arange(185).view(37, 5) % 2 == 0, 0.0),
         lambda g: g.copy_(torch.full((37, 5), 0.3)),
         lambda g: g.clamp_(-0.01, 0.01),
-        lambda g: g[3:20].mul_(2.0),
         lambda g: g.zero_(),
+        lambda g: g[3:20].mul_(2.0),
+        lambda g: g.__setitem__(36, 0.0),
+        lambda g: g.__setitem__(torch.arange(37) % 3 == 0, 0.0),
+        lambda g: g.t()[2].fill_(0.1),
+        lambda g: g.view(-1)[100:].zero_(),
+        lambda g: g.data[0].zero_(),
     ],
-    ids=["mul_", "add_", "masked_fill_", "copy_", "clamp_", "rows", "zero_"],
-)
+    ids=[
+        "mul_", "add_", "masked_fill_", "copy_", "clamp_", "zero_",
+        "rows", "row assigned", "rows by mask", "column", "flat view", "data",
+    ],
+)  # fmt: skip
 def test_an_edit_of_the_gradient_counts(stage: int, edit: Callable[[Tensor], Any]) -> None:
     def script(run: Run) -> Tensor | None:
         optimizer = sgd(run)

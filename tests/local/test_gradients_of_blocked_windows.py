@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -149,10 +149,21 @@ def test_an_assigned_gradient_in_a_window_counts(stage: int) -> None:
     same_training(script, stage)
 
 
+def test_an_assigned_gradient_at_the_end_of_a_window_counts(stage: int) -> None:
+    def script(run: Run) -> None:
+        optimizer = sgd(run)
+        with blocked(run):
+            run.backward(0)
+        run.module.first.weight.grad = torch.full((37, 5), 0.2)
+        optimizer.step()
+
+    same_training(script, stage)
+
+
 def test_a_window_may_be_left_by_an_exception(stage: int) -> None:
     def script(run: Run) -> None:
         optimizer = sgd(run)
-        with pytest.raises(KeyError), blocked(run):
+        with suppress(KeyError), blocked(run):
             run.backward(0)
             raise KeyError
         run.backward(1)
