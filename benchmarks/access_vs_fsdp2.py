@@ -34,7 +34,7 @@ from tests.dist_pool import RankError, RankPool, RankTimeout
 from tests.local.access_cases import CASES, Scene, ShardedScene, run_case
 
 WORLD = 2
-LIMIT_S = 40.0
+LIMIT_S = 120.0
 VARIANTS = {
     "gather": 'stage 3, `"gather"`',
     "error": 'stage 3, `"error"`',

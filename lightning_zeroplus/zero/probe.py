@@ -25,34 +25,42 @@ _CUT = 64
 
 
 def probe_optimizer(optimizer: Optimizer, dtypes: Iterable[torch.dtype]) -> None:
-    """Check that ``optimizer`` may step on spans. *Local*, and leaves it untouched.
+    """Check that ``optimizer`` may step on spans, by the settings of each of its groups. *Local.*
+
+    Leaves the optimizer untouched.
 
     Raises:
         ConfigError: its class mixes elements, or needs a closure or whole matrices.
     """
+    groups = {_settings(group): group for group in optimizer.param_groups}
     for dtype in dtypes:
-        problem = _difference(optimizer, dtype)
-        if problem:
-            raise ConfigError(
-                f"Expected an optimizer that updates each element by itself, got "
-                f"{type(optimizer).__name__}, {problem}. Use an elementwise one (SGD, Adam, AdamW, "
-                f"Adagrad, RMSprop, Lion, ...), or an unsharded strategy such as 'ddp'."
-            )
+        for group in groups.values():
+            problem = _difference(optimizer, group, dtype)
+            if problem:
+                raise ConfigError(
+                    f"Expected an optimizer that updates each element by itself, got "
+                    f"{type(optimizer).__name__}, {problem}. Use an elementwise one (SGD, Adam, "
+                    f"AdamW, Adagrad, RMSprop, Lion, ...), or an unsharded strategy such as 'ddp'."
+                )
 
 
-def _difference(optimizer: Optimizer, dtype: torch.dtype) -> str:
+def _settings(group: dict[str, Any]) -> str:
+    return repr(sorted((k, v) for k, v in group.items() if k != "params"))
+
+
+def _difference(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> str:
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(s, generator=generator).to(dtype) for s in _SHAPES]
     grads = [
         [torch.randn(s, generator=generator).to(dtype) for s in _SHAPES] for _ in range(_STEPS)
     ]
     try:
-        whole = _run(optimizer, [w.clone() for w in weights], grads)
+        whole = _run(optimizer, group, [w.clone() for w in weights], grads)
         parts = []
         for cut in (slice(0, _CUT), slice(_CUT, None)):
             local = [w.reshape(-1)[cut].clone() for w in weights]
             local_grads = [[g.reshape(-1)[cut].clone() for g in row] for row in grads]
-            parts.append(_run(optimizer, local, local_grads))
+            parts.append(_run(optimizer, group, local, local_grads))
     except Exception as error:  # noqa: BLE001 - whatever a foreign optimizer raises is the answer
         return f"which fails on flat spans ({type(error).__name__}: {str(error)[:120]})"
     if any(torch.equal(after, before) for after, before in zip(whole, weights, strict=True)):
@@ -65,7 +73,10 @@ def _difference(optimizer: Optimizer, dtype: torch.dtype) -> str:
 
 
 def _run(
-    optimizer: Optimizer, weights: list[torch.Tensor], grads: list[list[torch.Tensor]]
+    optimizer: Optimizer,
+    settings: dict[str, Any],
+    weights: list[torch.Tensor],
+    grads: list[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
     twin = copy.copy(optimizer)
     twin.__dict__ = dict(optimizer.__dict__)
@@ -73,9 +84,12 @@ def _run(
     twin.__dict__["state"] = defaultdict(dict)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[name] = OrderedDict()
-    group: dict[str, Any] = dict(optimizer.param_groups[0])
+    group: dict[str, Any] = dict(settings)
     # A small learning rate would hide a difference below the tolerance.
-    if isinstance(group.get("lr"), float):
+    lr = group.get("lr")
+    if isinstance(lr, torch.Tensor):
+        group["lr"] = torch.full_like(lr, 0.1)
+    elif isinstance(lr, int | float):
         group["lr"] = 0.1
     params = [w.requires_grad_() for w in weights]
     twin.__dict__["param_groups"] = [{**group, "params": params}]

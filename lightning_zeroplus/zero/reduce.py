@@ -103,15 +103,19 @@ class Reducer:
                 f"Expected a backward without create_graph, got one ({entry.fqn}). "
                 f"Use torch.autograd.grad(..., create_graph=True) for higher derivatives."
             )
+        if self._defers and bucket.in_flight:
+            # The slot is read there, and must not show this backward's own gradient.
+            write_slot(entry.param, held)
+            self.settle_flying()
+            held = read_slot(entry.param)
+        kept = held is not None and held is entry.slot
         if held is None:
             entry.valid = False
-        elif held is not entry.slot:
+        elif not kept:
             self._adopt(entry, held)
-        if self._defers and bucket.in_flight:
-            self.settle_flying()
         if grad.is_sparse:
             grad = grad.to_dense()
-        add = held is not None and bucket.landed[entry.index]
+        add = kept and bucket.landed[entry.index]
         bucket.land(entry.index, grad, self._scale, add=add)
         write_slot(entry.param, entry.slot)
         if entry.counted_in != self._backward:
@@ -153,10 +157,10 @@ class Reducer:
         assert unit.bucket is not None
         if len(self._flying) >= IN_FLIGHT:
             self._wait_a_little(self._flying[0])
-        # A slot emptied since the landing means that the user dropped that gradient.
+        # A slot that was emptied or filled since means that the user dropped what landed.
         for index, landed in unit.bucket.landed.items():
             entry = unit.entries[index]
-            if landed and read_slot(entry.param) is None and entry.stashed is None:
+            if landed and entry.stashed is None and read_slot(entry.param) is not entry.slot:
                 unit.bucket.landed[index] = False
         unit.bucket.start_reduce(self._context.gradients_tag(Operation.REDUCE, unit.number))
         self._flying.append(unit)

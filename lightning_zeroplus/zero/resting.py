@@ -213,7 +213,9 @@ def _refuse_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _as_span(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return weight_span(_required(args[0]))
+    span = weight_span(_required(args[0]))
+    span.bumps_version = func is _T.detach
+    return span
 
 
 def _assign_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -292,6 +294,7 @@ def _on_spans(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(item, RestMixin):
             return item
         span = weight_span(_required(item))
+        span.bumps_version = True
         seen[id(span)] = (span, item)
         return span
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_zeroplus.zero.norm import power_sum, root_of
-from lightning_zeroplus.zero.span_tensor import SpanTensor, gather_full
+from lightning_zeroplus.zero.span_tensor import Geometry, SpanTensor, SpanView, gather_full
 from lightning_zeroplus.zero.unit import memory_order
 
 __all__ = ["dispatch"]
@@ -24,18 +24,48 @@ aten = torch.ops.aten
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator on span tensors: locally, by exchanging numbers, or on full tensors."""
+    done = NotImplemented
     handler = _HANDLERS.get(func)
-    if handler is not None:
+    if handler is not None and not any(isinstance(a, SpanView) for a in args):
         done = handler(func, args, kwargs)
-        if done is not NotImplemented:
-            return done
-    if func._schema.name.startswith("aten::_foreach_"):
+    if done is NotImplemented and func._schema.name.startswith("aten::_foreach_"):
         done = _foreach(func, args, kwargs)
-    elif _is_elementwise(func):
+    if done is NotImplemented and _is_view(func) and isinstance(args[0], SpanTensor):
+        return _view(func, args, kwargs)
+    if done is NotImplemented and _is_elementwise(func):
         done = _elementwise(func, args, kwargs)
-    else:
-        done = NotImplemented
     return _on_full(func, args, kwargs) if done is NotImplemented else done
+
+
+def _is_view(func: Any) -> bool:
+    returned = [r.alias_info for r in func._schema.returns]
+    written = any(
+        a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+    )
+    return not written and any(info is not None and not info.is_write for info in returned)
+
+
+def _geometry_of(span: SpanTensor) -> Geometry:
+    if isinstance(span, SpanView):
+        return span._geometry
+    model = span._entry.model
+    return Geometry(tuple(model.shape), model.stride, 0)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Find a view's geometry by making the same view of a tensor without memory."""
+    span = args[0]
+    base = span._whole if isinstance(span, SpanView) else span
+    flat = torch.empty(span._entry.numel, dtype=span.dtype, device="meta")
+    out = func(_geometry_of(span).of(flat), *args[1:], **kwargs)
+
+    def wrap(meta: Any) -> Any:
+        if not isinstance(meta, torch.Tensor):
+            return meta
+        geometry = Geometry(tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
+        return SpanView.of(base, geometry)
+
+    return tree_map(wrap, out)
 
 
 _ELEMENTWISE = {
@@ -69,6 +99,8 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 def _localise(item: Any, lead: SpanTensor) -> Any:
     """Return what stands for ``item`` beside the local part of ``lead``; raises if none does."""
+    if isinstance(item, SpanView):
+        raise _NotLocalError
     if isinstance(item, SpanTensor):
         if item._entry is lead._entry or _same_geometry(item, lead):
             return item.to_local()
@@ -105,6 +137,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return NotImplemented
     items, spec = tree_flatten((args, kwargs))
     lead = mutated[0] if mutated else next(i for i in items if isinstance(i, SpanTensor))
+    if any(isinstance(i, SpanView) for i in items):
+        return _write_view(func, args, kwargs, lead) if mutated else NotImplemented
     if kwargs.get("device") not in (None, lead.device):
         return NotImplemented
     try:
@@ -114,8 +148,45 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     local_kwargs.pop("memory_format", None)
     out = func(*local_args, **local_kwargs)
     if mutated:
+        _note_write(lead)
         return lead
     return tree_map(lambda o: _wrap(o, lead), out)
+
+
+def _note_write(span: SpanTensor) -> None:
+    if span.of_weight and span.bumps_version:
+        torch.autograd.graph.increment_version(span._entry.param)
+
+
+def _write_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lead: SpanTensor) -> Any:
+    """Run an elementwise write on a scratch tensor and keep the elements this rank holds.
+
+    Elements of other ranks are undefined in the scratch tensor and are not kept.
+    """
+    if not isinstance(lead, SpanView):
+        return NotImplemented
+    base, span = lead._whole, lead._whole.span
+    local = base.to_local()
+    scratch = local.new_zeros(lead._entry.numel)
+    scratch[span.start : span.stop] = local
+
+    def stand_in(item: Any) -> Any:
+        if item is lead:
+            return lead._geometry.of(scratch)
+        return _gathered(item)[0] if isinstance(item, SpanTensor) else item
+
+    func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+    local.copy_(scratch[span.start : span.stop])
+    _note_write(lead)
+    return lead
+
+
+def _gathered(item: SpanTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the full tensor that ``item`` stands for, and the flat buffer it is a view of."""
+    base = item._whole if isinstance(item, SpanView) else item
+    item._may_gather("a view" if isinstance(item, SpanView) else "an operator")
+    flat = memory_order(gather_full(base._entry, base.to_local(), "read"), base._entry.model)
+    return _geometry_of(item).of(flat), flat
 
 
 def _wrap(out: Any, lead: SpanTensor) -> Any:
@@ -133,6 +204,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         next((row[n] for row in lists if isinstance(row[n], SpanTensor)), None)
         for n in range(max(len(row) for row in lists))
     ]
+    if any(isinstance(item, SpanView) for row in lists for item in row):
+        return NotImplemented
     for row in mutated:
         for item, lead in zip(row, leads, strict=True):
             if lead is not None and not isinstance(item, SpanTensor):
@@ -160,24 +233,28 @@ def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mutated = [
         m for arg in _mutated(func, args, kwargs) for m in (arg if _is_tensor_list(arg) else [arg])
     ]
-    cache: dict[int, torch.Tensor] = {}
+    flats: dict[int, torch.Tensor] = {}
+    fulls: dict[int, torch.Tensor] = {}
     back: dict[int, SpanTensor] = {}
 
     def full(item: Any) -> Any:
         if not isinstance(item, SpanTensor):
             return item
-        if id(item) not in cache:
+        if id(item) not in fulls:
             item._may_gather(str(func))
-            cache[id(item)] = gather_full(item._entry, item.to_local(), func._schema.name)
-            back[id(cache[id(item)])] = item
-        return cache[id(item)]
+            base = item._whole if isinstance(item, SpanView) else item
+            whole = gather_full(base._entry, base.to_local(), func._schema.name)
+            flats[id(item)] = memory_order(whole, base._entry.model)
+            fulls[id(item)] = _geometry_of(item).of(flats[id(item)])
+            back[id(fulls[id(item)])] = item
+        return fulls[id(item)]
 
     out = func(*tree_map(full, args), **tree_map(full, kwargs))
     for item in mutated:
         if isinstance(item, SpanTensor):
-            span = item.span
-            flat = memory_order(cache[id(item)], item._entry.model)
-            item.to_local().copy_(flat[span.start : span.stop])
+            base = item._whole if isinstance(item, SpanView) else item
+            base.to_local().copy_(flats[id(item)][base.span.start : base.span.stop])
+            _note_write(item)
     # In-place operations return their own argument, which is still a span.
     return tree_map(lambda o: back.get(id(o), o) if mutated else o, out)
 
@@ -189,6 +266,7 @@ def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     span = args[0]
     shared = type(span).__new__(type(span), span._entry, span._local, span.dtype)
     shared.__init__(span._entry, span._local, span.dtype)
+    shared.of_weight, shared.bumps_version = span.of_weight, span.bumps_version
     return shared
 
 
@@ -198,12 +276,6 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     dtype = kwargs.get("dtype") or span.dtype
     return _wrap(span.to_local().to(dtype, copy=True), span)
-
-
-def _view_as_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if tuple(args[1]) == tuple(args[0].shape):
-        return _share(func, args, kwargs)
-    return NotImplemented
 
 
 def _exactly(spans: Sequence[SpanTensor], what: str) -> str:
@@ -232,6 +304,8 @@ def _norms(spans: Sequence[torch.Tensor], order: float, dtype: torch.dtype | Non
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(s, SpanView) for s in args[0]):
+        return NotImplemented
     order = float(args[1]) if len(args) > 1 else float(kwargs.get("ord", 2))
     if order <= 0:
         return NotImplemented
@@ -271,7 +345,6 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.detach.default: _share,
     aten.alias.default: _share,
-    aten.view.default: _view_as_itself,
     aten._to_copy.default: _to_copy,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten.linalg_vector_norm.default: _vector_norm,

@@ -8,7 +8,7 @@ all ranks together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,9 +16,9 @@ from lightning_zeroplus.comm.private import forbid_raw_memory
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.span import Span
-from lightning_zeroplus.zero.unit import Entry
+from lightning_zeroplus.zero.unit import Entry, memory_order
 
-__all__ = ["SpanTensor", "gather_full", "refusal"]
+__all__ = ["Geometry", "SpanTensor", "SpanView", "gather_full", "refusal"]
 
 aten = torch.ops.aten
 
@@ -33,6 +33,9 @@ class SpanTensor(torch.Tensor):
     _local: torch.Tensor | None
     of_weight = False
     """Whether it came of a resting weight: then settings may refuse to gather it."""
+
+    bumps_version = False
+    """Whether writes count for the version of the parameter, as those through ``.data`` do not."""
 
     @staticmethod
     def __new__(cls, entry: Entry, local: torch.Tensor | None, dtype: torch.dtype) -> SpanTensor:
@@ -142,6 +145,58 @@ class SpanTensor(torch.Tensor):
 
     def __dlpack__(self, **_: Any) -> Any:
         raise self._no_memory("__dlpack__()")
+
+
+class Geometry(NamedTuple):
+    """Where a view lies in the memory-order buffer of the full tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the view of ``flat`` ``[numel]``."""
+        return flat.as_strided(self.size, self.stride, self.offset)
+
+
+class SpanView(SpanTensor):
+    """A view of a span tensor, such as a row: writes reach the elements that this rank holds."""
+
+    _whole: SpanTensor
+    _geometry: Geometry
+
+    @staticmethod
+    def of(base: SpanTensor, geometry: Geometry) -> SpanView:
+        """Return the view of ``base`` at ``geometry``."""
+        with torch.inference_mode(False):
+            made: Any = torch.Tensor._make_wrapper_subclass(
+                SpanView,
+                geometry.size,
+                strides=geometry.stride,
+                dtype=base.dtype,
+                device=base.device,
+                requires_grad=False,
+            )
+            forbid_raw_memory(made)
+        made._entry, made._local, made.of_weight = base._entry, None, base.of_weight
+        made.bumps_version = base.bumps_version
+        made._whole, made._geometry = base, geometry
+        return made  # type: ignore[no-any-return]
+
+    def to_local(self) -> torch.Tensor:
+        """Refuse: which elements of a view this rank holds is no range."""
+        raise PhaseError(
+            f"Expected a whole gradient or weight for to_local(), got a view of {self.fqn}. "
+            f"Use to_local() of what it is a view of, or full_tensor() on every rank."
+        )
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the full view on every rank; collective."""
+        full = self._whole.full_tensor()
+        return self._geometry.of(memory_order(full, self._entry.model)).clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.full_tensor()
 
 
 def refusal(entry: Entry, operation: str) -> str:

@@ -39,8 +39,8 @@ class BoundOptimizer:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
         self._refuse_foreign(engine)
-        if engine.context.world_size > 1:
-            probe_optimizer(optimizer, engine.master_dtypes())
+        self._probed_groups = 0
+        self._probe(engine)
         self._step: Callable[..., Any] = optimizer.step
         self._detached = False
         self._swapped: list[tuple[dict[str, Any], list[Any]]] = []
@@ -53,15 +53,27 @@ class BoundOptimizer:
             entry = engine.find(param)
             if entry is not None:
                 cut_state(entry, values)
+        self._closes = False
+        self._depth = 0
+        self._before, self._after = self._hook()
         self._ours = types.MethodType(self._wrapped(), optimizer)
         optimizer.step = self._ours  # type: ignore[method-assign]
 
     def detach(self) -> None:
         """Give the optimizer its own `step` back. *Local.*"""
         self._detached = True
+        self._before.remove()
+        self._after.remove()
         # A scheduler made since may have wrapped ours, which now only passes on.
         if self.optimizer.__dict__.get("step") is self._ours:
             self.optimizer.step = self._step  # type: ignore[method-assign]
+
+    def _probe(self, engine: Engine) -> None:
+        """Probe at first, and again when groups were added."""
+        count = len(self.optimizer.param_groups)
+        if count != self._probed_groups and engine.context.world_size > 1:
+            probe_optimizer(self.optimizer, engine.master_dtypes())
+        self._probed_groups = count
 
     def _refuse_foreign(self, engine: Engine) -> None:
         foreign = [
@@ -87,10 +99,9 @@ class BoundOptimizer:
                 return inner(*args, **kwargs)
             closure = args[0] if args else kwargs.pop("closure", None)
             rest = args[1:]
-            if closure is None:
-                return bound._run(lambda: inner(*rest, **kwargs), swap_first=True)
-            wrapped = bound._closing(closure)
-            return bound._run(lambda: inner(wrapped, *rest, **kwargs), swap_first=False)
+            if closure is not None:
+                rest = (bound._closing(closure), *rest)
+            return bound._run(functools.partial(inner, *rest, **kwargs), closes=closure is not None)
 
         return step
 
@@ -103,23 +114,50 @@ class BoundOptimizer:
 
         return wrapped
 
-    def _run(self, call: Callable[[], Any], *, swap_first: bool) -> Any:
+    def _run(self, call: Callable[[], Any], *, closes: bool) -> Any:
+        # The user's hooks see parameters and gradients, not shards: ours are the innermost ones.
+        before: Any = self.optimizer._optimizer_step_pre_hooks
+        before.move_to_end(self._before.id)
+        after: Any = self.optimizer._optimizer_step_post_hooks
+        after.move_to_end(self._after.id, last=False)
+        self._closes = closes
+        self._depth = 0
         try:
-            if swap_first:
-                self._swap_in()
-            out = call()
+            return call()
         finally:
-            units, self._units = self._units, []
-            stepped, self._stepped = self._stepped, []
+            self._units, self._stepped = [], []
             self._swap_back()
-        self._refresh(units, stepped)
-        return out
+
+    def _hook(self) -> tuple[Any, Any]:
+        ref = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            bound = ref()
+            if bound is not None:
+                bound._depth += 1
+                if bound._depth == 1 and not bound._closes:
+                    bound._swap_in()
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            bound = ref()
+            if bound is None:
+                return
+            bound._depth -= 1
+            # A subclass's step that calls its parent's runs the hooks of both.
+            if bound._depth == 0:
+                bound._swap_back()
+                bound._refresh(bound._units, bound._stepped)
+
+        pre = self.optimizer.register_step_pre_hook(before)
+        return pre, self.optimizer.register_step_post_hook(after)
 
     # -- swapping
 
     @torch.no_grad()
     def _swap_in(self) -> None:
         engine = self._required()
+        self._refuse_foreign(engine)
+        self._probe(engine)
         engine.finalize()
         engine.end_window()
         engine.refuse_replaced()
@@ -131,10 +169,7 @@ class BoundOptimizer:
             shards: list[torch.Tensor] = []
             for param in params:
                 entry = engine.find(param)
-                if entry is None:
-                    self._refuse_foreign(engine)
-                    continue
-                if self._offer(engine, entry):
+                if entry is not None and self._offer(engine, entry):
                     touched[entry.unit] = None
                     self._stepped.append(entry.param)
                     if entry.shard is not None and entry.shard.numel():
@@ -178,8 +213,7 @@ class BoundOptimizer:
             return
         engine = self._engine()
         state, self._user_state = self._user_state, None
-        assert state is not None
-        fresh = len(self._by_shard) != len(state)
+        fresh = state is not None and len(self._by_shard) != len(state)
         while self._swapped:
             group, params = self._swapped.pop()
             group["params"] = params
@@ -188,9 +222,10 @@ class BoundOptimizer:
                 shard = None if entry is None else entry.shard
                 if shard is not None:
                     shard.grad = None
-                    if fresh and shard in self._by_shard:
+                    if state is not None and fresh and shard in self._by_shard:
                         state[param] = self._by_shard[shard]
-        self.optimizer.state = state
+        if state is not None:
+            self.optimizer.state = state
 
     @torch.no_grad()
     def _refresh(self, units: list[Unit], stepped: list[torch.Tensor]) -> None:
