@@ -27,7 +27,11 @@ from lightning_zeroplus.zero.hooks import (
     SavedWeights,
     hook_gradients,
 )
-from lightning_zeroplus.zero.materialize import materialize
+from lightning_zeroplus.zero.materialize import (
+    materialize,
+    materialize_buffers,
+    refuse_helpless,
+)
 from lightning_zeroplus.zero.model import agree_on_model, refuse_unusable, scan_parameters
 from lightning_zeroplus.zero.plan import uses_by_module
 from lightning_zeroplus.zero.reduce import Reducer
@@ -86,7 +90,8 @@ class Engine(StateAccess):
         self._buffer_dicts = [m._buffers for m in module.modules()]
         params = scan_parameters(module)
         refuse_unusable(params)
-        agree_on_model(module, params, transport)
+        agree_on_model(module, params, config, transport)
+        refuse_helpless(module)
         self.units: list[Unit] = build.make_units(module, params, config, self.context)
         self._pool = BufferPool(device, keep=4)
         self._weight_pool = BufferPool(device, keep=1 + config.prefetch)
@@ -94,6 +99,7 @@ class Engine(StateAccess):
         for unit in self.units:
             materialize(module, unit)
             build.fill_unit(unit, originals)
+        materialize_buffers(module, device)
         build.broadcast_buffers(self._buffers(), self.context)
         self._entries = {id(e.param): e for u in self.units for e in u.entries}
         self.by_name = {name: e for e in self._entries.values() for name in e.model.names}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
+from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.span_tensor import SpanTensor
 from lightning_zeroplus.zero.unit import Entry
 
@@ -18,6 +20,20 @@ _set_grad = _T.grad.__set__
 
 class GradSpan(SpanTensor):
     """The accumulated gradient of one parameter; reading it settles what is still pending."""
+
+    # Weak: a parameter holds its gradient where the garbage collector does not look.
+    _entry_ref: weakref.ref[Entry]
+
+    @property
+    def _entry(self) -> Entry:
+        entry = self._entry_ref()
+        if entry is None:
+            raise PhaseError("Expected a gradient of a live engine, got one whose engine is gone.")
+        return entry
+
+    @_entry.setter
+    def _entry(self, entry: Entry) -> None:
+        self._entry_ref = weakref.ref(entry)
 
     @classmethod
     def of(cls, entry: Entry) -> GradSpan:

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_zeroplus.errors import ConfigError, name_offenders
 from lightning_zeroplus.zero.unit import Unit
 
-__all__ = ["materialize"]
+__all__ = ["materialize", "materialize_buffers", "refuse_helpless"]
 
 
 def materialize(module: nn.Module, unit: Unit) -> None:
@@ -16,30 +16,56 @@ def materialize(module: nn.Module, unit: Unit) -> None:
 
     Every owner runs its ``reset_parameters``; rank 0's values win afterwards.
 
-    Raises:
-        ConfigError: an owner has no ``reset_parameters``.
     """
     waiting = [e for e in unit.entries if e.param.is_meta]
     if not waiting:
         return
     owners = list(dict.fromkeys(e.model.owners[0] for e in waiting))
-    helpless = [type(o).__name__ for o in owners if not _resets(o)]
-    if helpless:
-        raise ConfigError(
-            f"Expected modules on the meta device to have reset_parameters(), got none on "
-            f"{name_offenders(dict.fromkeys(helpless))}. Add it, or build the model on a device."
-        )
     for owner in owners:
-        _to_empty(owner, unit.device)
-        with torch.no_grad():
-            reset = owner.reset_parameters
-            assert callable(reset)
-            reset()
+        _initialise(owner, unit.device)
     for entry in waiting:
         _, _, local = entry.model.names[0].rpartition(".")
         entry.param = entry.model.param = getattr(entry.model.owners[0], local)
         unit.user_classes[entry.index] = type(entry.param)
         _tie(entry.model.names, entry.model.owners, entry.param)
+
+
+def refuse_helpless(module: nn.Module) -> None:
+    """Check, before anything is allocated, that everything on meta can be initialised. *Local.*
+
+    Raises:
+        ConfigError: a module with meta tensors has no ``reset_parameters``.
+    """
+    helpless = [
+        f"{type(owner).__name__} ({name or 'the model itself'})"
+        for name, owner in module.named_modules()
+        if _has_meta(owner) and not _resets(owner)
+    ]
+    if helpless:
+        raise ConfigError(
+            f"Expected modules on the meta device to have reset_parameters(), got none on "
+            f"{name_offenders(helpless)}. Add it, or build the model on a device."
+        )
+
+
+def materialize_buffers(module: nn.Module, device: torch.device) -> None:
+    """Initialise modules that have meta buffers left and no parameters beside them. *Local.*"""
+    for owner in module.modules():
+        if _has_meta(owner):
+            _initialise(owner, device)
+
+
+def _has_meta(owner: nn.Module) -> bool:
+    tensors = (*owner.parameters(recurse=False), *owner.buffers(recurse=False))
+    return any(t.is_meta for t in tensors)
+
+
+def _initialise(owner: nn.Module, device: torch.device) -> None:
+    _to_empty(owner, device)
+    reset = owner.reset_parameters
+    assert callable(reset)
+    with torch.no_grad():
+        reset()
 
 
 def _resets(owner: nn.Module) -> bool:

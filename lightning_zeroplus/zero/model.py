@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import nn
 
 from lightning_zeroplus.comm import Operation, Tag, Transport
+from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import ConfigError, name_offenders
 
 __all__ = ["ModelParam", "agree_on_model", "clean_fqn", "scan_parameters"]
@@ -65,12 +66,17 @@ def scan_parameters(module: nn.Module) -> list[ModelParam]:
         for name, param in owner.named_parameters(prefix, recurse=False):
             entry = found.get(id(param))
             if entry is None:
-                stride = torch.empty_like(param, device="meta").stride()
-                entry = ModelParam(clean_fqn(name), param, param.shape, stride, len(found))
+                entry = ModelParam(clean_fqn(name), param, *_geometry(param), len(found))
                 found[id(param)] = entry
             entry.names.append(clean_fqn(name))
             entry.owners.append(owner)
     return list(found.values())
+
+
+def _geometry(param: nn.Parameter) -> tuple[torch.Size, tuple[int, ...]]:
+    if nn.parameter.is_lazy(param):
+        return torch.Size(), ()  # refused a moment later, by name
+    return param.shape, torch.empty_like(param, device="meta").stride()
 
 
 def _describe(module: nn.Module, params: list[ModelParam]) -> Iterator[tuple[str, ...]]:
@@ -78,18 +84,30 @@ def _describe(module: nn.Module, params: list[ModelParam]) -> Iterator[tuple[str
         param = entry.param
         kind = str(param.dtype).removeprefix("torch.")
         grad = "trainable" if param.requires_grad else "frozen"
-        yield entry.fqn, str(tuple(entry.shape)), kind, grad
+        yield " = ".join(entry.names), str(tuple(entry.shape)), kind, grad
     for name, buffer in module.named_buffers():
         yield clean_fqn(name), str(tuple(buffer.shape)), str(buffer.dtype), "buffer"
 
 
-def agree_on_model(module: nn.Module, params: list[ModelParam], transport: Transport) -> None:
-    """Compare names, shapes, types and trainability over ranks; collective.
+def _settings(config: EngineConfig, transport: Transport) -> Iterator[tuple[str, ...]]:
+    for part in fields(config):
+        value = getattr(config, part.name)
+        if part.name == "units" and value is not None:
+            value = tuple(u if isinstance(u, str) else u.__qualname__ for u in value)
+        yield f"the setting {part.name}", repr(value), "", "setting"
+    sizes = (transport.preferred_bucket_nbytes, transport.least_unit_nbytes)
+    yield "the transport's sizes", repr(sizes), "", "setting"
+
+
+def agree_on_model(
+    module: nn.Module, params: list[ModelParam], config: EngineConfig, transport: Transport
+) -> None:
+    """Compare settings, names, ties, shapes, types and trainability over ranks; collective.
 
     Raises:
         ConfigError: on all ranks, naming the first difference.
     """
-    mine = list(_describe(module, params))
+    mine = [*_settings(config, transport), *_describe(module, params)]
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
     tag = Tag(0, Operation.SETUP, -1, "the model")
     if len(set(transport.exchange_bytes(digest, tag))) == 1:
@@ -106,14 +124,14 @@ def _first_difference(rows: list[list[list[str]]]) -> str:
             there = other[position] if position < len(other) else None
             if here != there:
                 return (
-                    f"Expected the same model on every rank, got {_text(here)} on rank 0 and "
-                    f"{_text(there)} on rank {rank}. Build the model from the same settings."
+                    f"Expected the same model and settings on every rank, got {_text(here)} on "
+                    f"rank 0 and {_text(there)} on rank {rank}. Build it from the same settings."
                 )
     return "Expected the same model on every rank, got different ones."
 
 
 def _text(row: list[str] | None) -> str:
-    return "nothing" if row is None else f"{row[0]} {row[1]} {row[2]} ({row[3]})"
+    return "nothing" if row is None else f"{' '.join(filter(None, row[:3]))} ({row[3]})"
 
 
 def refuse_unusable(params: list[ModelParam]) -> None:

@@ -272,16 +272,25 @@ def _describe(optimizer: Optimizer, entry: Entry) -> dict[str, Any]:
 def full_optimizer_state_dict(engine: Engine, optimizer: Optimizer, keep_on: int) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with full tensors on ``keep_on``, ``{}`` elsewhere."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    entries = [engine.find(p) for p in params]
-    mine = [{} if e is None else _describe(optimizer, e) for e in entries]
+    entries = [e for e in map(engine.find, params) if e is not None]
+    mine = {
+        "order": [e.fqn for e in entries],
+        "state": {e.fqn: _describe(optimizer, e) for e in entries},
+    }
     rows = _exchange(engine, mine)
+    order: list[str] = rows[keep_on]["order"]
+    if any(set(row["order"]) != set(order) for row in rows):
+        odd = sorted(set(order).symmetric_difference(*(row["order"] for row in rows[1:])))
+        raise CheckpointError(
+            f"Expected the same parameters in the optimizer on every rank, got differences in "
+            f"{name_offenders(odd)}. Fill its groups alike on all ranks."
+        )
     state: dict[int, dict[str, Any]] = {}
-    for n, entry in enumerate(entries):
-        if entry is None:
-            continue
+    for n, fqn in enumerate(order):
+        entry = engine.by_name[fqn]
         merged: dict[str, Any] = {}
         for row in reversed(rows):
-            merged.update(row[n])
+            merged.update(row["state"][fqn])
         full = {
             key: _restore(engine, optimizer, entry, key, kind, keep_on)
             for key, kind in sorted(merged.items())

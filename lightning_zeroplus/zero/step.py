@@ -178,7 +178,8 @@ class BoundOptimizer:
             group["params"] = shards
         self._user_state = self.optimizer.state
         self.optimizer.state = by_shard
-        self._units = list(touched)
+        # By number, because ranks may have filled their groups in different orders.
+        self._units = sorted(touched, key=lambda u: u.number)
         for unit in self._units:
             unit.adopt_edits()
 
