@@ -22,7 +22,7 @@ __all__ = [
 Figure = Callable[[Sequence[float]], float]
 
 BASELINE = "ddp"
-LOSS_RTOL = 2e-6  # equal to 6 digits
+LOSS_RTOL = 5e-6  # 6 digits; a window's microbatches are summed in another order at stages 2 and 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,12 @@ def time_table(rows: Sequence[TimeRow]) -> str:
         )
         for row in rows
     ]
-    note = f"\n{rows[0].samples} timed steps a variant, interleaved." if rows else ""
+    note = ""
+    if rows:
+        note = (
+            f"\n{rows[0].samples} timed steps a variant, interleaved. The interface's figure counts"
+            "\neverything on the loopback interface, other programs too."
+        )
     return _table(head.split("|"), lines) + note
 
 

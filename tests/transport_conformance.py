@@ -272,6 +272,7 @@ def read_of_another_detail(transport: Transport) -> str:
 
 def peer_that_failed(transport: Transport) -> str:
     if _odd_one(transport):
+        time.sleep(0.3)  # the others wait by then
         transport.fail("ValueError: no more data")
         return ""
     return _error_of(lambda: transport.exchange([1.0], tag()))
@@ -279,6 +280,7 @@ def peer_that_failed(transport: Transport) -> str:
 
 def peer_that_finished(transport: Transport) -> str:
     if _odd_one(transport):
+        time.sleep(0.3)  # the others wait by then
         transport.close()
         return ""
     out = torch.zeros(transport.world_size)

@@ -13,7 +13,7 @@ from lightning_zeroplus.comm.transport import Tag, Transport, Work
 from lightning_zeroplus.errors import CollectiveError
 from lightning_zeroplus.layout.bucket import ALIGNMENT_NBYTES, GradLayout
 
-__all__ = ["BucketMemory", "GradBucket", "Reduced", "in_memory_order"]
+__all__ = ["BucketMemory", "GradBucket", "Reduced", "in_memory_order", "write_piece"]
 
 _SERIALS = itertools.count()
 
@@ -88,6 +88,8 @@ class GradBucket:
         self._arrival_nbytes = max(memory.arrival_nbytes, layout.arriving_nbytes)
         self._serial = next(_SERIALS)
         self._block: PooledBlock | None = None
+        self._open_views: BucketViews | None = None
+        """Views of the block that is open for landing."""
         self._sent: PooledBlock | None = None
         self._arrived: PooledBlock | None = None
         self._work: Work | None = None
@@ -114,20 +116,21 @@ class GradBucket:
         views = self._block.views.get(self._serial)
         if views is None:
             views = self._block.views[self._serial] = BucketViews(self._block, self)
+        self._open_views = views
         return views
 
     def land(self, index: int, grad: torch.Tensor, scale: float, *, add: bool) -> None:
         """Write (or add) ``scale`` times a full gradient of parameter ``index``. *Local.*"""
-        views = self._views()
+        views = self._open_views or self._views()
         whole = views.whole.get(index)
         if whole is not None:
-            _write(whole, grad, scale, add)
+            write_piece(whole, grad, scale, add)
         else:
             shape, stride = self.geometry[index]
             flat = in_memory_order(grad, shape, stride)
             parts = self.layout.parts_of[index]
             for part, view in zip(parts, views.parts[index], strict=True):
-                _write(view, flat[part.span.start : part.span.stop], scale, add)
+                write_piece(view, flat[part.span.start : part.span.stop], scale, add)
         self.landed[index] = True
 
     def drop(self) -> None:
@@ -136,7 +139,7 @@ class GradBucket:
             self.landed[index] = False
         if self._block is not None and not self._permanent:
             self._pool.give(self._block)
-            self._block = None
+            self._block = self._open_views = None
 
     @torch.no_grad()
     def start_reduce(self, tag: Tag, flag: int = 0) -> None:
@@ -157,7 +160,9 @@ class GradBucket:
             tag,
         )
         self._tag = tag
-        self._sent, self._block = self._block, self._block if self._permanent else None
+        self._sent = self._block
+        if not self._permanent:
+            self._block = self._open_views = None
         self._sent_landed = dict(self.landed)
         for index in self.landed:
             self.landed[index] = False
@@ -240,7 +245,8 @@ class GradBucket:
         return sum({id(b): b.nbytes for b in blocks if b is not None}.values())
 
 
-def _write(view: torch.Tensor, grad: torch.Tensor, scale: float, add: bool) -> None:
+def write_piece(view: torch.Tensor, grad: torch.Tensor, scale: float, add: bool) -> None:
+    """Write (or add) ``scale`` times ``grad`` to a view of a bucket. *Local.*"""
     if add:
         view.add_(grad, alpha=scale)
     elif grad.dtype == view.dtype:

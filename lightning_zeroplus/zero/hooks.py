@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zeroplus.comm.bucket import GradBucket, write_piece
 from lightning_zeroplus.comm.private import hide_frame_from_compiler, hide_from_compiler
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
@@ -71,42 +72,31 @@ class BackwardEnd:
                 then()
 
 
-class _Stash:
-    __slots__ = ("_entry", "_reducer")
-
-    def __init__(self, entry: Entry, reducer: Reducer) -> None:
-        self._entry = entry
-        self._reducer = reducer
-
-    def __call__(self, grads: object) -> None:
-        self._reducer.stash(self._entry)
-
-
-class _Land:
-    __slots__ = ("_end", "_entry", "_reducer")
-
-    def __init__(self, entry: Entry, reducer: Reducer, end: BackwardEnd) -> None:
-        self._entry = entry
-        self._reducer = reducer
-        self._end = end
-
-    def __call__(self, grads_in: object, grads_out: object) -> None:
-        self._end.on_event(self._reducer.end_backward)
-        self._reducer.land(self._entry)
-
-
 def hook_gradients(entry: Entry, reducer: Reducer, end: BackwardEnd) -> list[Any]:
     """Hang on the AccumulateGrad node of a trainable parameter; return the handles.
 
     The node's own hooks run after every hook that the user put on the parameter.
     """
-    stash, land = _Stash(entry, reducer), _Land(entry, reducer, end)
+    ended = reducer.end_backward
+
+    # Once per parameter and microbatch: frames are skipped one by one, which costs nothing, where
+    # a wrapper that turns the compiler off would cost as much as the landing itself.
+    def stash(_: object) -> None:
+        reducer.stash(entry)
+
+    def land(_: object, __: object) -> None:
+        if not end.bracketed:
+            end.on_event(ended)
+        reducer.land(entry)
+
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(entry.param).node
     entry.node = node
+    for frame in (Reducer.stash, Reducer.land, Reducer.count, GradBucket.land, write_piece):
+        hide_frame_from_compiler(frame)
     return [
-        node.register_prehook(hide_from_compiler(stash)),
-        node.register_hook(hide_from_compiler(land)),
+        node.register_prehook(hide_frame_from_compiler(stash)),
+        node.register_hook(hide_frame_from_compiler(land)),
     ]
 
 

@@ -13,10 +13,12 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from lightning_zeroplus.comm.bucket import BucketMemory
+from lightning_zeroplus.comm.private import hide_from_compiler
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
@@ -26,6 +28,10 @@ from lightning_zeroplus.zero.grad_span import GradSpan, read_slot, write_slot
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
 __all__ = ["Reducer"]
+
+_T: Any = torch.Tensor
+_get_grad = _T.grad.__get__
+_set_grad = _T.grad.__set__
 
 _PATIENCE_S = 1.0
 
@@ -51,6 +57,7 @@ class Reducer:
         self._completed: list[int] = []
         self._order_is_fixed = len(units) < 2 or context.world_size == 1
         self._dirty = False
+        self._launch = hide_from_compiler(self._launch_ready)
         self.blocked = False
         context.settle = self.finalize
 
@@ -84,19 +91,19 @@ class Reducer:
         """Take the slot's gradient away before autograd adds to it."""
         if self._aborted:
             self._recover()
-        slot = read_slot(entry.param)
+        slot = _get_grad(entry.param)
         entry.stashed = slot
         if slot is not None:
-            write_slot(entry.param, None)
+            _set_grad(entry.param, None)
 
     def land(self, entry: Entry) -> None:
         """Move the gradient that autograd left in the slot into the bucket."""
         unit = entry.unit
         bucket = unit.bucket
         held, entry.stashed = entry.stashed, None
-        grad = read_slot(entry.param)
+        grad = _get_grad(entry.param)
         if grad is None or bucket is None:
-            write_slot(entry.param, held if grad is None else grad)
+            _set_grad(entry.param, held if grad is None else grad)
             return
         if grad.requires_grad:
             raise PhaseError(
@@ -105,9 +112,9 @@ class Reducer:
             )
         if self._defers and bucket.in_flight:
             # The slot is read there, and must not show this backward's own gradient.
-            write_slot(entry.param, held)
+            _set_grad(entry.param, held)
             self.settle_flying()
-            held = read_slot(entry.param)
+            held = _get_grad(entry.param)
         kept = held is not None and held is entry.slot
         if held is None:
             entry.valid = False
@@ -117,12 +124,13 @@ class Reducer:
             grad = grad.to_dense()
         add = kept and bucket.landed[entry.index]
         bucket.land(entry.index, grad, self._scale, add=add)
-        write_slot(entry.param, entry.slot)
+        _set_grad(entry.param, entry.slot)
         if entry.counted_in != self._backward:
             entry.counted_in = self._backward
-            self._count(unit)
+            self.count(unit)
 
-    def _count(self, unit: Unit) -> None:
+    def count(self, unit: Unit) -> None:
+        """Note that one more parameter of ``unit`` has landed in this backward."""
         missing = self._missing.get(unit.number)
         if missing is None:
             missing = sum(unit.entries[i].param.requires_grad for i in unit.trained)
@@ -130,7 +138,7 @@ class Reducer:
         if missing == 1:
             self._completed.append(unit.number)
             if not (self.blocked and self._defers):
-                self._launch_ready()
+                self._launch()
 
     def _recover(self) -> None:
         self._aborted = False

@@ -173,6 +173,7 @@ def snapshot(optimizer: Optimizer) -> list[Any]:
         [None if p.grad is None else p.grad.clone() for p in params],
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
         [copy.deepcopy(dict(optimizer.state.get(p, {}))) for p in params],
+        len(optimizer.state),
         sorted(optimizer.__dict__),
     ]
 

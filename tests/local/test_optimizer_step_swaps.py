@@ -117,6 +117,38 @@ def test_a_hook_after_the_step_sees_the_new_weights(stage: int) -> None:
         torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
 
 
+class Twice(SGD):
+    """Updates twice a step, each time after the closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(2):
+            if closure is not None:
+                closure()
+            super().step()
+
+
+def test_each_call_of_the_closure_sees_the_users_parameters_and_the_newest_weights(
+    stage: int,
+) -> None:
+    def script(run: Run) -> list[bool]:
+        params = list(run.module.parameters())
+        optimizer = Twice(params, lr=0.5)
+        run.attach(optimizer)
+        seen = []
+
+        def closure() -> None:
+            seen.append(holds(optimizer, params))
+            optimizer.zero_grad()
+            run.backward(len(seen))
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return seen
+
+    plain, ranks = same_training(script, stage)
+    assert [plain, *ranks] == [[True] * 4] * 3
+
+
 # -- exceptions
 
 
@@ -217,6 +249,7 @@ def test_state_is_keyed_by_the_users_parameters_between_steps(stage: int) -> Non
         for n in owners:
             entry = engine.find(params[n])
             assert optimizer.state[params[n]]["exp_avg"].shape == entry.shard.shape
+            assert entry.shard.grad is None
         kept = {n: optimizer.state[params[n]]["exp_avg"] for n in owners}
         step(engine, optimizer, transport.rank, 1)
         assert all(optimizer.state[params[n]]["exp_avg"] is kept[n] for n in owners)

@@ -68,6 +68,16 @@ def test_with_fewer_elements_than_ranks_the_first_rank_owns_all() -> None:
     assert layout.shard_numel * layout.itemsize == 128
 
 
+@pytest.mark.parametrize(("itemsize", "world_size"), [(4, 33), (4, 130), (16, 9), (1, 1000)])
+def test_with_more_ranks_than_elements_of_a_cut_nothing_is_lost(
+    itemsize: int, world_size: int
+) -> None:
+    layout = WeightLayout((ParamSpec("a", 1), ParamSpec("b", 2)), itemsize, world_size)
+    for index, spec in enumerate(layout.params):
+        owned = [layout.owned(index, rank).numel for rank in range(world_size)]
+        assert sum(owned) == spec.numel
+
+
 def test_a_unit_without_parameters_has_no_elements() -> None:
     layout = WeightLayout((), itemsize=4, world_size=3)
     assert (layout.numel, layout.shard_numel, layout.offsets) == (0, 0, ())
