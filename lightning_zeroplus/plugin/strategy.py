@@ -261,8 +261,7 @@ class ZeroPlusStrategy(ShardingStrategy):
             compare_training_batches(self._connected_module().trainer.fit_loop, self._exchange)
 
     def _exchange(self, number: int) -> list[int]:
-        rows = self.all_gather(torch.tensor([number], device=self.root_device))
-        return [int(n) for n in rows.flatten()]
+        return [int(row[0]) for row in self.engine.exchange([float(number)])]
 
     # -- full values
 

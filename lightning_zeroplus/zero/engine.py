@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.comm.private import hide_from_compiler
 from lightning_zeroplus.comm.storage import BufferPool
-from lightning_zeroplus.comm.transport import Transport
+from lightning_zeroplus.comm.transport import Operation, Transport
 from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import ConfigError, PhaseError
 from lightning_zeroplus.layout.placement import STAGES, Placement
@@ -256,6 +256,11 @@ class Engine(StateAccess):
     def end_window(self) -> None:
         """Before an update: all Flat weights rest, edits kept. *Local.*"""
         self.residency.end_window()
+
+    def exchange(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's few numbers, in rank order."""
+        tag = self.context.gradients_tag(Operation.SETUP, -1, "an exchange of numbers")
+        return self.context.transport.exchange(values, tag)
 
     def begin_evaluation(self) -> None:
         """Give all ranks rank 0's buffers, as DDP's evaluation forwards do."""

@@ -134,6 +134,7 @@ GATHERING: dict[str, Read] = {
     "einsum": lambda p: torch.einsum("ij,ij->i", p, p),
     "flat view": lambda p: p.view(-1).clone(),
     "reshape": lambda p: p.reshape(13, 11).sum(0),
+    "view of another type": lambda p: p.detach().view(torch.int32).clone(),
     "permute": lambda p: p.permute(1, 0).sum(0),
     "expand": lambda p: p.expand(2, 11, 13).sum(),
     "cat": lambda p: torch.cat([p, p]),

@@ -78,11 +78,14 @@ def test_a_silent_peer_is_named_after_the_timeout() -> None:
 def test_what_a_rank_raises_is_raised_by_the_run_and_ends_the_others() -> None:
     def body(transport: Transport) -> None:
         if transport.rank == 1:
+            time.sleep(0.3)  # the others wait by then
             raise KeyError("lost")
         transport.exchange([1.0], tag())
 
+    started = time.monotonic()
     with pytest.raises(KeyError, match="lost"):
         run_virtual_ranks(3, body, timeout_s=60)
+    assert time.monotonic() - started < 10
 
 
 def test_buckets_of_unequal_sizes_are_refused() -> None:
