@@ -25,6 +25,7 @@ from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.budget import IN_FLIGHT
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.grad_span import GradSpan, read_slot, write_slot
+from lightning_zeroplus.zero.span_tensor import SpanTensor
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
 __all__ = ["Reducer"]
@@ -284,9 +285,12 @@ class Reducer:
         """Take a gradient that the user put into the slot as the accumulated one."""
         if entry.slot is None:
             return
-        owned = entry.slot.span
-        flat = memory_order(grad.detach().to(entry.unit.master_dtype), entry.model)
-        entry.unit.grad_view(entry.index).copy_(flat[owned.start : owned.stop])
+        if isinstance(grad, SpanTensor) and grad.is_span_of(entry):
+            mine = grad.to_local()
+        else:
+            owned = entry.slot.span
+            mine = memory_order(grad.detach(), entry.model)[owned.start : owned.stop]
+        entry.unit.grad_view(entry.index).copy_(mine)
         entry.valid = True
         write_slot(entry.param, entry.slot)
 

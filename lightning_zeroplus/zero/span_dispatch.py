@@ -24,14 +24,17 @@ aten = torch.ops.aten
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one operator on span tensors: locally, by exchanging numbers, or on full tensors."""
-    done = NotImplemented
+    # In inference mode composite operators arrive whole.
+    done = func.decompose(*args, **kwargs)
+    if done is not NotImplemented:
+        return done
     handler = _HANDLERS.get(func)
     if handler is not None and not any(isinstance(a, SpanView) for a in args):
         done = handler(func, args, kwargs)
     if done is NotImplemented and func._schema.name.startswith("aten::_foreach_"):
         done = _foreach(func, args, kwargs)
     if done is NotImplemented and _is_view(func) and isinstance(args[0], SpanTensor):
-        return _view(func, args, kwargs)
+        done = _view(func, args, kwargs)
     if done is NotImplemented and _is_elementwise(func):
         done = _elementwise(func, args, kwargs)
     return _on_full(func, args, kwargs) if done is NotImplemented else done
@@ -58,6 +61,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base = span._whole if isinstance(span, SpanView) else span
     flat = torch.empty(span._entry.numel, dtype=span.dtype, device="meta")
     out = func(_geometry_of(span).of(flat), *args[1:], **kwargs)
+    made = [o for o in tree_flatten(out)[0] if isinstance(o, torch.Tensor)]
+    memory = flat.untyped_storage()._cdata
+    if any(o.untyped_storage()._cdata != memory or o.dtype != span.dtype for o in made):
+        return NotImplemented
 
     def wrap(meta: Any) -> Any:
         if not isinstance(meta, torch.Tensor):

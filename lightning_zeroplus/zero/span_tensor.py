@@ -73,6 +73,10 @@ class SpanTensor(torch.Tensor):
         assert self._local is not None
         return self._local
 
+    def is_span_of(self, entry: Entry) -> bool:
+        """Return whether this holds the own span of ``entry``, and no view of it. *Local.*"""
+        return self._entry is entry
+
     def full_tensor(self) -> torch.Tensor:
         """Return the full tensor on every rank; collective."""
         return gather_full(self._entry, self.to_local(), "full_tensor")
@@ -101,6 +105,9 @@ class SpanTensor(torch.Tensor):
             f"{type(self).__name__}({self.fqn}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"span=[{span.start}, {span.stop}))"
         )
+
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else super().__format__(spec)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, proto: object) -> Any:
         raise PhaseError(
@@ -182,6 +189,10 @@ class SpanView(SpanTensor):
         made.bumps_version = base.bumps_version
         made._whole, made._geometry = base, geometry
         return made  # type: ignore[no-any-return]
+
+    def is_span_of(self, entry: Entry) -> bool:
+        """Return False: a view is no span."""
+        return False
 
     def to_local(self) -> torch.Tensor:
         """Refuse: which elements of a view this rank holds is no range."""

@@ -60,6 +60,19 @@ def test_a_closed_engine_leaves_full_weights_in_memory_of_their_own(stage: int) 
     on_ranks(2, body)
 
 
+def test_an_optimizer_has_its_own_step_after_close(stage: int) -> None:
+    def body(transport: Transport) -> None:
+        module = Net()
+        engine = sharded(module, transport, stage)
+        optimizer = SGD(module.parameters(), lr=0.1)
+        own = optimizer.step
+        engine.attach(optimizer)
+        engine.close()
+        assert optimizer.step == own
+
+    on_ranks(2, body)
+
+
 def test_a_module_works_on_alone_after_close(stage: int) -> None:
     def body(transport: Transport) -> None:
         module, engine, _ = trained(transport, stage)

@@ -192,6 +192,25 @@ def test_sharded_training_goes_on_from_a_plain_state(stage: int, kind: str, atta
         assert_weights(found, plain)
 
 
+def test_a_rank_keeps_its_spans_of_a_loaded_state_only(stage: int) -> None:
+    plain = Net()
+    optimizer = adamw(plain.parameters())
+    plain_step(plain, optimizer, 2)
+    state = optimizer.state_dict()
+
+    def body(transport: Transport) -> int:
+        module = Net()
+        engine = sharded(module, transport, stage)
+        optimizer = adamw(module.parameters())
+        engine.attach(optimizer)
+        engine.load_full_optimizer_state_dict(optimizer, state)
+        kept = [optimizer.state[p]["exp_avg"] for p in optimizer.state]
+        assert all(k.untyped_storage().nbytes() == k.numel() * 4 for k in kept)
+        return sum(k.numel() for k in kept)
+
+    assert sum(on_ranks(2, body)) == sum(p.numel() for p in plain.parameters())
+
+
 def test_hyper_parameters_come_with_the_state(stage: int) -> None:
     state = SGD(Net().parameters(), lr=0.7, momentum=0.3, weight_decay=0.1).state_dict()
 
