@@ -107,7 +107,12 @@ class BoundOptimizer:
 
     def _closing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def wrapped() -> Any:
-            self._swap_back()
+            if self._swapped:
+                # A closure that is called again sees the weights of the update before.
+                units, stepped = self._units, self._stepped
+                self._units, self._stepped = [], []
+                self._swap_back()
+                self._refresh(units, stepped)
             loss = closure()
             self._swap_in()
             return loss

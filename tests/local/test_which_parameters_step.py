@@ -1,4 +1,4 @@
-"""Which parameters an update moves: those in its groups that have a gradient, whenever they came."""
+"""An update moves the parameters in its groups that have a gradient, whenever they came."""
 
 from __future__ import annotations
 
