@@ -61,21 +61,21 @@ class _Wait:
             if self._on_device:
                 work.wait()  # orders streams; a time-out would block the host instead
                 continue
-            self._watch.wait(self._tag, functools.partial(_attempt, work, self._tag))
+            self._watch.wait(self._tag, functools.partial(_attempt, work, self._tag, self._watch))
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
 
-def _attempt(work: Any, tag: Tag, seconds: float) -> bool:
+def _attempt(work: Any, tag: Tag, watch: Watch, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         if "imed out" in str(error) and not work.is_completed():
             return False
         raise CollectiveError(
-            f"Expected all ranks to join {tag}, got {_first_line(error)}. "
-            f"A peer has probably ended; look for its error."
+            f"Expected all ranks to join {tag}, but {watch.who_is_gone()}. Look for its error. "
+            f"({_first_line(error)})"
         ) from error
     return True
 

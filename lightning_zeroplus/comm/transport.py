@@ -62,8 +62,8 @@ class Tag(NamedTuple):
         )
 
     def __str__(self) -> str:
-        name = self.label or f"unit {self.unit}"
-        return f"#{self.sequence} {self.operation.name.lower()} of {name}"
+        name = self.label or (f"unit {self.unit}" if self.unit >= 0 else "")
+        return f"#{self.sequence} {self.operation.name.lower()}{name and f' of {name}'}"
 
 
 class Work(Protocol):

@@ -1,9 +1,9 @@
 """Who is where: what each rank did last, published off the hot path, read only when a wait is slow.
 
-A thread publishes this rank's last operation about once a second, if it changed. A wait that takes
-longer than a second reads what the peers published: one that has finished or failed is an error at
-once, a silent one (slow dataloader, logger, checkpoint) gets one warning after 10 s and is an error
-after the time-out.
+A thread publishes this rank's last operation about once a second. A wait that takes longer than a
+second reads what the peers published: one that has finished or failed is an error at once, a silent
+one (slow dataloader, logger, checkpoint) gets one warning after 10 s and is an error after the
+time-out.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Watch:
         self._timeout_s = timeout_s
         self.current: Tag | None = None
         self._state = "running"
-        self._published: tuple[str, Tag | None] | None = None
+        self._beat = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        interval = max(0.05, min(1.0, timeout_s / 10))
+        interval = self._interval_s = max(0.05, min(1.0, timeout_s / 10))
         self._thread = threading.Thread(
             target=_beat, args=(weakref.ref(self), self._stop, interval), daemon=True
         )
@@ -69,16 +69,13 @@ class Watch:
         weakref.finalize(self, self._stop.set)
 
     def publish(self, state: str | None = None) -> None:
-        """Write this rank's state if it changed."""
+        """Write this rank's state, and that it is alive."""
         with self._lock:
             if state is not None and self._state == "running":
                 self._state = state
-            news = (self._state, self.current)
-            if news == self._published:
-                return
-            self._published = news
+            self._beat += 1
             last = "nothing yet" if self.current is None else str(self.current)
-            self._store.set(f"rank{self._rank}", json.dumps([self._state, last]))
+            self._store.set(f"rank{self._rank}", json.dumps([self._state, last, self._beat]))
 
     def stop(self, state: str) -> None:
         """Publish a last state and end the thread."""
@@ -95,9 +92,24 @@ class Watch:
         for rank in range(self._world_size):
             key = f"rank{rank}"
             if rank != self._rank and self._store.check([key]):
-                state, last = json.loads(self._store.get(key))
-                found[rank] = PeerState(state, last, 0)
+                found[rank] = PeerState(*json.loads(self._store.get(key)))
         return found
+
+    def who_is_gone(self) -> str:
+        """Return which peers have ended or no longer publish; takes a few beats. *Local.*"""
+        try:
+            before = self.peers()
+            ended = {r: p.state for r, p in before.items() if p.state != "running"}
+            if not ended:
+                time.sleep(2.5 * self._interval_s)
+                after = self.peers()
+                silent = [r for r, p in after.items() if r in before and p.beat == before[r].beat]
+                ended = dict.fromkeys(silent, "no longer answers")
+                ended |= {r: p.state for r, p in after.items() if p.state != "running"}
+        except RuntimeError:
+            return "rank 0, which keeps the store, is gone"
+        names = [f"rank {r} {state} (at {before[r].last})" for r, state in sorted(ended.items())]
+        return ", ".join(names) or "a peer closed its connection"
 
     def wait(self, tag: Tag, attempt: Callable[[float], bool]) -> None:
         """Repeat ``attempt(seconds)`` until it returns True.
