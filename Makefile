@@ -33,7 +33,7 @@ docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 bench: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.step_time
+	$(BIN)/python benchmarks/step_time.py
 
 coverage: $(VENV)/.dev
 	$(BIN)/coverage erase

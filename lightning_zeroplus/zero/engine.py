@@ -140,6 +140,8 @@ class Engine(StateAccess):
     def arm(self) -> None:
         """Notice parameters that need gradients by now. *Local.*"""
         fresh = [e for e in self._entries.values() if e.node is None and e.param.requires_grad]
+        if not fresh:
+            return
         self.reducer.arm()
         for entry in fresh:
             self._handles += hook_gradients(entry, self.reducer, self.end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ class StateAccess(ABC):
     reducer: Reducer
     residency: Residency
     by_name: dict[str, Entry]
+    _places: list[tuple[dict[str, Any], str, nn.Parameter, str]] | None = None
     _bound: dict[int, BoundOptimizer]
     _pool: BufferPool
     _weight_pool: BufferPool
@@ -61,15 +63,14 @@ class StateAccess(ABC):
         Raises:
             PhaseError: a module holds another parameter object now.
         """
-        places = (
-            (name, owner, entry)
-            for entry in dict.fromkeys(self.by_name.values())
-            for name, owner in zip(entry.model.names, entry.model.owners, strict=True)
-        )
+        if self._places is None:
+            self._places = [
+                (owner._parameters, name.rpartition(".")[2], entry.param, name)
+                for entry in dict.fromkeys(self.by_name.values())
+                for name, owner in zip(entry.model.names, entry.model.owners, strict=True)
+            ]
         replaced = [
-            name
-            for name, owner, entry in places
-            if owner._parameters.get(name.rpartition(".")[2], entry.param) is not entry.param
+            name for held, local, param, name in self._places if held.get(local, param) is not param
         ]
         if replaced:
             raise PhaseError(

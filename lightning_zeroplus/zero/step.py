@@ -38,9 +38,8 @@ class BoundOptimizer:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self._refuse_foreign(engine)
-        self._probed_groups = 0
-        self._probe(engine)
+        self._checked: list[int] = []
+        self._check_groups(engine)
         self._step: Callable[..., Any] = optimizer.step
         self._detached = False
         self._swapped: list[tuple[dict[str, Any], list[Any]]] = []
@@ -68,12 +67,15 @@ class BoundOptimizer:
         if self.optimizer.__dict__.get("step") is self._ours:
             self.optimizer.step = self._step  # type: ignore[method-assign]
 
-    def _probe(self, engine: Engine) -> None:
-        """Probe at first, and again when groups were added."""
-        count = len(self.optimizer.param_groups)
-        if count != self._probed_groups and engine.context.world_size > 1:
+    def _check_groups(self, engine: Engine) -> None:
+        """Check what the groups hold and whether they may be sharded, when they have changed."""
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes == self._checked:
+            return
+        self._refuse_foreign(engine)
+        if len(sizes) != len(self._checked) and engine.context.world_size > 1:
             probe_optimizer(self.optimizer, engine.master_dtypes())
-        self._probed_groups = count
+        self._checked = sizes
 
     def _refuse_foreign(self, engine: Engine) -> None:
         foreign = [
@@ -161,8 +163,7 @@ class BoundOptimizer:
     @torch.no_grad()
     def _swap_in(self) -> None:
         engine = self._required()
-        self._refuse_foreign(engine)
-        self._probe(engine)
+        self._check_groups(engine)
         engine.finalize()
         engine.end_window()
         engine.refuse_replaced()
@@ -174,7 +175,12 @@ class BoundOptimizer:
             shards: list[torch.Tensor] = []
             for param in params:
                 entry = engine.find(param)
-                if entry is not None and self._offer(engine, entry):
+                if entry is None:
+                    raise ConfigError(
+                        f"Expected the optimizer's parameters to stay those of the module, got "
+                        f"another of shape {tuple(param.shape)}. Register it in the module."
+                    )
+                if self._offer(engine, entry):
                     touched[entry.unit] = None
                     self._stepped.append(entry.param)
                     if entry.shard is not None and entry.shard.numel():

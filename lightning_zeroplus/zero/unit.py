@@ -122,6 +122,7 @@ class Unit:
         self.master: torch.Tensor
         self._grad_views: dict[int, torch.Tensor] = {}
         self.user_classes: list[type] = [type(e.param) for e in self.entries]
+        self._addresses: list[tuple[Entry, torch.Tensor, int]] | None = None
         self.is_awake = False
         """Whether parameters of Flat weights have the user's class now."""
         self._was_awake = False
@@ -251,12 +252,15 @@ class Unit:
         Raises:
             PhaseError: data of another shape, dtype or device.
         """
-        base = self.weights.flat.data_ptr()
-        size = self.dtype.itemsize
-        for entry in self.entries:
-            data = entry.param
-            at = base + self.layout.offsets[entry.index] * size
-            if not entry.numel or data.data_ptr() == at:
+        if self._addresses is None:
+            base = self.weights.flat.data_ptr()
+            self._addresses = [
+                (e, e.param, base + self.layout.offsets[e.index] * self.dtype.itemsize)
+                for e in self.entries
+                if e.numel
+            ]
+        for entry, data, at in self._addresses:
+            if data.data_ptr() == at:
                 continue
             if data.shape != entry.model.shape or data.dtype != self.dtype:
                 raise PhaseError(
