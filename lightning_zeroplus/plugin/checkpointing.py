@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import align_names, find_mismatches, plain_name
+from lightning_zeroplus.comm import Operation, Tag, Transport
 from lightning_zeroplus.errors import CheckpointError, name_offenders
 from lightning_zeroplus.plugin.checkpoint_io import ZeroPlusCheckpointIO
 from lightning_zeroplus.zero import Engine
@@ -39,6 +40,7 @@ class CheckpointingStrategy(DDPStrategy):
     """Shards the module of the run that is under way."""
 
     _optimizer_engine: Engine | None = None
+    _transport: Transport | None = None
     """Holds the state of `optimizers`; outlives the run, so that it can still be saved."""
 
     _exclude_frozen_parameters: bool = False
@@ -99,13 +101,20 @@ class CheckpointingStrategy(DDPStrategy):
                 )
             except Exception as error:  # noqa: BLE001  # raised below, when all ranks know of it
                 failure = error
-        reason = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        reason = self._tell("" if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        if reason is not None:
+        if reason:
             raise CheckpointError(
                 f"Expected rank 0 to write a checkpoint, got {reason} ({filepath}). See its error."
             )
+
+    def _tell(self, text: str) -> str:
+        """Return rank 0's text on every rank; a peer that has failed instead is named."""
+        if self._transport is None:
+            return self.broadcast(text)
+        tag = Tag(0, Operation.SETUP, -1, "a checkpoint's outcome")
+        return self._transport.exchange_bytes(text.encode(), tag)[0].decode()
 
     # -- loading
 
