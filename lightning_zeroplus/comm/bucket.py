@@ -133,14 +133,6 @@ class GradBucket:
                 write_piece(view, flat[part.span.start : part.span.stop], scale, add)
         self.landed[index] = True
 
-    def drop(self) -> None:
-        """Forget everything that landed. *Local.*"""
-        for index in self.landed:
-            self.landed[index] = False
-        if self._block is not None and not self._permanent:
-            self._pool.give(self._block)
-            self._block = self._open_views = None
-
     @torch.no_grad()
     def start_reduce(self, tag: Tag, flag: int = 0) -> None:
         """Start sending each rank its part; parameters that did not land count as zeros."""

@@ -16,12 +16,6 @@ from lightning_zeroplus.errors import ConfigError, name_offenders
 
 __all__ = ["ModelParam", "agree_on_model", "clean_fqn", "scan_parameters"]
 
-_WRAPPER_PREFIXES = (
-    "_orig_mod.",
-    "module.",
-    "_fsdp_wrapped_module.",
-    "_checkpoint_wrapped_module.",
-)
 _SKIPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
