@@ -21,10 +21,9 @@ _SERIALS = itertools.count()
 class Reduced:
     """What came of one reduction: this rank's terms by sender, and who had a gradient at all."""
 
-    def __init__(self, terms: list[torch.Tensor], used: list[bool], flags: list[int]) -> None:
+    def __init__(self, terms: list[torch.Tensor], used: list[bool]) -> None:
         self.terms = terms
         self.used = used
-        self.flags = flags
 
 
 class BucketViews:
@@ -134,14 +133,14 @@ class GradBucket:
         self.landed[index] = True
 
     @torch.no_grad()
-    def start_reduce(self, tag: Tag, flag: int = 0) -> None:
+    def start_reduce(self, tag: Tag) -> None:
         """Start sending each rank its part; parameters that did not land count as zeros."""
         views = self._views()
         for index, landed in self.landed.items():
             if not landed:
                 for view in views.parts[index]:
                     view.zero_()
-        self._write_header(views, tag, flag)
+        self._write_header(views, tag)
         self._arrived = self._pool.take(self._arrival_nbytes)
         own = self.layout.chunk_numels[self._transport.rank]
         self._work = self._transport.all_to_all(
@@ -164,14 +163,14 @@ class GradBucket:
         total = own * (self.world_size - 1)
         return tensor_over(block.storage, self.dtype, total, self.device)
 
-    def _write_header(self, views: BucketViews, tag: Tag, flag: int) -> None:
+    def _write_header(self, views: BucketViews, tag: Tag) -> None:
         if not self.layout.header_numel:
             return
         bits = sum(1 << n for n, landed in enumerate(self.landed.values()) if landed)
         count = -(-len(self.landed) // 8)
         raw = b"".join(
             int(word).to_bytes(8, "little", signed=True)
-            for word in (tag.sequence, int(tag.operation), tag.unit, flag)
+            for word in (tag.sequence, int(tag.operation), tag.unit)
         ) + bits.to_bytes(count, "little")
         header = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         for head in views.heads:
@@ -197,20 +196,18 @@ class GradBucket:
         rows.insert(rank, mine)
         terms = [row[:body] for row in rows]
         if not self.layout.header_numel:
-            return Reduced(terms, list(self._sent_landed.values()), [0])
-        used, flags = self._read_headers([row[body:].view(torch.uint8) for row in rows])
-        return Reduced(terms, used, flags)
+            return Reduced(terms, list(self._sent_landed.values()))
+        return Reduced(terms, self._read_headers([row[body:].view(torch.uint8) for row in rows]))
 
-    def _read_headers(self, heads: list[torch.Tensor]) -> tuple[list[bool], list[int]]:
+    def _read_headers(self, heads: list[torch.Tensor]) -> list[bool]:
         count = len(self.landed)
-        need = 32 + -(-count // 8)
+        need = 24 + -(-count // 8)
         union = 0
-        flags = []
         mine = self._tag
         for rank, head in enumerate(heads):
             raw = bytes(head[:need].tolist())
             words = [
-                int.from_bytes(raw[8 * n : 8 * n + 8], "little", signed=True) for n in range(4)
+                int.from_bytes(raw[8 * n : 8 * n + 8], "little", signed=True) for n in range(3)
             ]
             if mine is None or (words[0], words[2]) != (mine.sequence, mine.unit):
                 raise CollectiveError(
@@ -218,9 +215,8 @@ class GradBucket:
                     f"{self._transport.rank}) and #{words[0]} of unit {words[2]} (rank {rank}). "
                     f"Run the same number of backwards on every rank."
                 )
-            union |= int.from_bytes(raw[32:need], "little")
-            flags.append(words[3])
-        return [bool(union >> n & 1) for n in range(count)], flags
+            union |= int.from_bytes(raw[24:need], "little")
+        return [bool(union >> n & 1) for n in range(count)]
 
     def release(self) -> None:
         """Give the memory of the finished reduction back. *Local.*"""

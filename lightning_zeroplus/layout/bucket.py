@@ -220,14 +220,14 @@ class GradLayout:
 
 
 def header_numel(param_count: int, world_size: int, itemsize: int) -> int:
-    """Return the elements of a header: 32 bytes and a bit per parameter, 128-byte aligned.
+    """Return the elements of a header: 24 bytes and a bit per parameter, 128-byte aligned.
 
     >>> header_numel(12, 2, 4)
     32
     """
     if world_size == 1:
         return 0
-    return round_up(32 + -(-param_count // 8), ALIGNMENT_NBYTES) // itemsize
+    return round_up(24 + -(-param_count // 8), ALIGNMENT_NBYTES) // itemsize
 
 
 def pack_by_size(sizes_nbytes: Sequence[int], bound_nbytes: int) -> list[list[int]]:

@@ -112,7 +112,7 @@ class Engine(StateAccess):
         )
         self.gradients = Gradients(self.context)
         self.residency = Residency(self.units, self.context, config.prefetch)
-        aborts = (self.reducer.abort_backward, self.residency.end_backward)
+        aborts = (self.reducer.abort_backward, self.residency.end_pass)
         self.end = BackwardEnd(aborts)
         flat = [u for u in self.units if not u.weights.resident]
         self._saved = SavedWeights(flat, self.residency, self.end)
@@ -198,7 +198,7 @@ class Engine(StateAccess):
         finally:
             self._in_forward = False
         if not torch.is_grad_enabled():
-            self.residency.end_forward()
+            self.residency.end_pass()
 
     def before_forward(self) -> None:
         """Arm new parameters, and broadcast buffers when training."""
@@ -238,7 +238,7 @@ class Engine(StateAccess):
         finally:
             self.end.bracketed = False
         self.end.on_event(self.reducer.end_backward)
-        self.end.on_event(self.residency.end_backward)
+        self.end.on_event(self.residency.end_pass)
         self.end.flush()
 
     @contextlib.contextmanager

@@ -159,7 +159,7 @@ class SavedWeights:
                 f"inplace operation: a weight of unit {unit.name} is at version "
                 f"{packed.alias._version}; expected version {packed.version} instead."
             )
-        self._end.on_event(self._residency.end_backward)
+        self._end.on_event(self._residency.end_pass)
         if torch.is_grad_enabled():
             self._residency.hold(unit)
         self._residency.need(unit, Operation.BACKWARD)

@@ -153,14 +153,10 @@ class Residency:
 
     # -- ends
 
-    def end_backward(self) -> None:
-        """After a backward: everything that nothing pins rests. *Local.*"""
+    def end_pass(self) -> None:
+        """After a backward, or a forward without one: what nothing pins rests. *Local.*"""
         self._rest_all(keep_pinned=True)
         self._last = (Operation.IDLE, -1, -1)
-
-    def end_forward(self) -> None:
-        """After a forward without gradients: everything that nothing pins rests. *Local.*"""
-        self.end_backward()
 
     def end_window(self) -> None:
         """Before an update: everything rests, edits of gathered weights are kept. *Local.*"""

@@ -121,12 +121,12 @@ def test_a_frozen_parameter_has_no_room() -> None:
         (0, 2, 4, 32),
         (12, 2, 4, 32),
         (12, 3, 2, 64),
-        (768, 2, 4, 32),
-        (769, 2, 4, 64),
+        (832, 2, 4, 32),
+        (833, 2, 4, 64),
         (1, 2, 16, 8),
     ],
 )
-def test_a_header_holds_32_bytes_and_a_bit_for_each_parameter(
+def test_a_header_holds_24_bytes_and_a_bit_for_each_parameter(
     params: int, world: int, itemsize: int, numel: int
 ) -> None:
     assert header_numel(params, world, itemsize) == numel
