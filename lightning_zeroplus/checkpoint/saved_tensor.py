@@ -1,0 +1,121 @@
+"""A tensor of a checkpoint that is read when, and as far as, it is needed.
+
+It stands in `state_dict` and in optimizer states in place of the tensor: its shape and dtype are
+known, any operation reads it in full, and whoever needs a part reads that part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lightning_zeroplus.layout.box import Box, dimension_order, span_boxes, whole_box
+from lightning_zeroplus.layout.span import Span
+
+__all__ = ["SavedTensor", "read_whole"]
+
+Fetch = Callable[[Box], torch.Tensor]
+"""Returns the elements of a box on the CPU, in the box's shape; may be a view of a mapped file."""
+
+
+class SavedTensor(torch.Tensor):
+    """A tensor on the CPU whose elements are still in a checkpoint. *Local.*
+
+    Args:
+        shape: of the tensor.
+        dtype: as it was saved.
+        fetch: reads a box.
+    """
+
+    _fetch: Fetch
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch) -> SavedTensor:
+        """Make the wrapper; nothing is read."""
+        with torch.inference_mode(False):
+            return torch.Tensor._make_wrapper_subclass(
+                cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
+            )
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def read(self) -> torch.Tensor:
+        """Return the full tensor; it may share memory with a mapped file, so do not write to it."""
+        return self._fetch(whole_box(self.shape))
+
+    def read_box(self, box: Box) -> torch.Tensor:
+        """Return the elements of ``box``, in its shape; likewise."""
+        return self._fetch(box)
+
+    def read_span(
+        self, span: Span, stride: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return elements of the range ``span`` of memory with ``stride``, 1-D ``[span.numel]``.
+
+        Args:
+            span: range in the memory order of the tensor that is to be filled.
+            stride: its strides; the tensor that was saved may have had others.
+            out: is filled, with a change of dtype where it has another, and returned.
+        """
+        if out is None:
+            out = torch.empty(span.numel, dtype=self.dtype)
+        order = dimension_order(self.shape, stride)
+        place = 0
+        for box in span_boxes(self.shape, span, stride):
+            part = self._fetch(box).permute(order)
+            out[place : place + box.numel].view(part.shape).copy_(part)
+            place += box.numel
+        return out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            source = args[0]
+            return SavedTensor(source.shape, source.dtype, source._fetch)
+        args, kwargs = tree_map_only(SavedTensor, SavedTensor._copy, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _copy(self) -> torch.Tensor:
+        """Return the full tensor in memory of its own: an operation may write to it."""
+        return self.read().clone()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SavedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._copy()
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self._copy().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the full tensor as an array."""
+        return self._copy().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the full tensor as lists."""
+        return self.read().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._copy().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return memory with a copy of the full tensor."""
+        return self._copy().untyped_storage()
+
+
+def read_whole(tree: Any) -> Any:
+    """Return ``tree`` with every `SavedTensor` in it read, in memory of its own."""
+    return tree_map_only(SavedTensor, SavedTensor._copy, tree)
