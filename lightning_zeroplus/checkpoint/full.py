@@ -15,7 +15,7 @@ import torch
 
 from lightning_zeroplus.errors import CheckpointError
 
-__all__ = ["read_full", "remove_full", "write_full"]
+__all__ = ["flush_folder", "read_full", "remove_full", "write_full"]
 
 
 def write_full(checkpoint: object, path: str | os.PathLike[str]) -> None:
@@ -36,7 +36,7 @@ def write_full(checkpoint: object, path: str | os.PathLike[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(target)
-        _flush_folder(target.parent)
+        flush_folder(target.parent)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             draft.unlink()
@@ -113,7 +113,7 @@ def _is_archive(path: Path) -> bool:
     return True
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Make the rename itself last through a power cut, where the file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

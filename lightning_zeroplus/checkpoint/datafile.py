@@ -1,0 +1,111 @@
+"""One file of a checkpoint being written: summed block by block on the way, flushed at its end."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from typing import IO, Any
+
+import torch
+
+from lightning_zeroplus.checkpoint.blob import ALIGNMENT_NBYTES, bytes_of, frame_of
+from lightning_zeroplus.checkpoint.manifest import BLOCK_NBYTES, FileSums, SavedBox
+from lightning_zeroplus.layout.box import Box, dimension_order, span_boxes
+from lightning_zeroplus.layout.span import Span
+
+__all__ = ["DataFile"]
+
+
+class DataFile:
+    """Appends to ``stream`` and keeps account. *Local.*
+
+    Args:
+        name: of the file in the checkpoint's directory.
+        stream: open for writing, empty.
+    """
+
+    def __init__(self, name: str, stream: IO[bytes]) -> None:
+        self.name = name
+        self._stream = stream
+        self._place = 0
+        self._sums: list[int] = []
+        self._left = 0
+        """Bytes that the last block still takes."""
+
+    @property
+    def sums(self) -> FileSums:
+        """Length and checksums of what has been written."""
+        return FileSums(self._place, list(self._sums))
+
+    def write(self, part: Any) -> int:
+        """Append bytes; return how many."""
+        view = memoryview(part).cast("B") if len(part) else memoryview(b"")
+        self._write_all(view)
+        start = 0
+        while start < view.nbytes:
+            if not self._left:
+                self._sums.append(0)
+                self._left = BLOCK_NBYTES
+            piece = view[start : start + self._left]
+            self._sums[-1] = zlib.crc32(piece, self._sums[-1])
+            self._left -= piece.nbytes
+            start += piece.nbytes
+        self._place += view.nbytes
+        return view.nbytes
+
+    def _write_all(self, view: memoryview) -> None:
+        while view.nbytes:  # an unbuffered file may take less than it is given
+            taken = self._stream.write(view)
+            if not taken:
+                raise OSError(f"the file took none of {view.nbytes} bytes")
+            view = view[taken:]
+
+    def write_span(
+        self,
+        local: torch.Tensor,
+        shape: Sequence[int],
+        span: Span,
+        stride: Sequence[int] | None = None,
+    ) -> list[SavedBox]:
+        """Append the boxes of one span of a tensor; return where they are.
+
+        Args:
+            local: the elements, 1-D ``[span.numel]``, on any device.
+            shape: of the whole tensor.
+            span: its range in memory order.
+            stride: of the whole tensor; None: row-major.
+        """
+        order = dimension_order(shape, stride) if stride is not None else tuple(range(len(shape)))
+        saved = []
+        place = 0
+        for box in span_boxes(shape, span, stride):
+            part = local[place : place + box.numel]
+            place += box.numel
+            if order != tuple(range(len(shape))):
+                part = part.view([box.sizes[dim] for dim in order])
+                part = part.permute([order.index(dim) for dim in range(len(shape))])
+            saved.append(self._write_box(part.reshape(-1), box))
+        return saved
+
+    def _write_box(self, flat: torch.Tensor, box: Box) -> SavedBox:
+        self.write(bytes(-self._place % ALIGNMENT_NBYTES))
+        start = self._place
+        frame = frame_of(flat.dtype, box.sizes)
+        self.write(frame.head)
+        body = self._place
+        for part in bytes_of(flat):
+            self.write(part)
+        self.write(frame.tail)
+        return SavedBox(self.name, start, self._place, body, box)
+
+    def close(self) -> None:
+        """Have everything on the disk, where there is one."""
+        self._stream.flush()
+        try:
+            descriptor = self._stream.fileno()
+        except (AttributeError, OSError):  # not a file of this machine
+            descriptor = None
+        if descriptor is not None:
+            os.fsync(descriptor)
+        self._stream.close()

@@ -1,0 +1,148 @@
+"""What one rank brings to a universal checkpoint, before anything is written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_zeroplus.checkpoint.tree import Path, join_key, map_leaves, mark
+from lightning_zeroplus.layout.span import Span
+
+__all__ = ["Piece", "ShardedCheckpoint"]
+
+_INLINE_NBYTES = 16 * 1024
+"""Smaller tensors of callbacks and the like stay in the metadata."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's span of a tensor.
+
+    Args:
+        key: under which it is stored.
+        place: in PyTorch's nested terms.
+        local: the elements, 1-D ``[span.numel]``.
+        shape: of the whole tensor.
+        span: its range in memory order.
+        stride: of the whole tensor.
+    """
+
+    key: str
+    place: Path
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    span: Span
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def whole(key: str, place: Path, tensor: torch.Tensor) -> Piece:
+        """Return the piece that is all of ``tensor``."""
+        shape = tuple(tensor.shape)
+        flat = tensor.detach().contiguous().reshape(-1)
+        stride = tuple(torch.empty(shape, device="meta").stride())
+        return Piece(key, place, flat, shape, Span(0, flat.numel()), stride)
+
+
+@dataclass
+class ShardedCheckpoint:
+    """A checkpoint whose tensors are spread over ranks.
+
+    Reads like the dictionary that Lightning made, for plugins that look into it.
+
+    Args:
+        rest: Lightning's dictionary; `take` replaces tensors in it by marks.
+        facts: about who writes it, for people.
+    """
+
+    rest: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    """This rank's own."""
+
+    replicated: dict[str, tuple[Path, torch.Tensor]] = field(default_factory=dict)
+    """By key, what every rank has in full."""
+
+    aliases: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    """By key, the key of the stored tensor that it shares."""
+
+    leaves: list[tuple[Path, Any]] = field(default_factory=list)
+    """Where in ``rest`` this rank alone knows something."""
+
+    of_rank: dict[str, Any] = field(default_factory=dict)
+    """What each rank finds again when as many of them resume."""
+
+    def take(self, tree_path: Path, tree: Any, *, inline: bool) -> Any:
+        """Return ``tree`` with marks in place of tensors, which join `replicated`.
+
+        Args:
+            tree_path: where it is in the checkpoint.
+            tree: what is there.
+            inline: leave small tensors in.
+        """
+
+        def change(path: Path, leaf: Any) -> Any:
+            if not _is_dense(leaf) or (inline and leaf.nbytes < _INLINE_NBYTES):
+                return leaf.detach().cpu() if _is_dense(leaf) else leaf
+            key, place = join_key(path)
+            self.replicated[key] = (place, leaf.detach())
+            return mark(key)
+
+        return map_leaves(tree, change, tree_path)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's tensors."""
+        yield from (piece.local for piece in self.pieces)
+        yield from (tensor for _, tensor in self.replicated.values())
+
+    def snapshot(self) -> ShardedCheckpoint:
+        """Return the same in host memory of its own, so that training can go on."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def host(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+            return copies[id(tensor)]
+
+        return replace(
+            self,
+            rest=copy.deepcopy(self.rest),
+            pieces=[replace(piece, local=host(piece.local)) for piece in self.pieces],
+            replicated={key: (at, host(value)) for key, (at, value) in self.replicated.items()},
+            leaves=copy.deepcopy(self.leaves),
+            of_rank=copy.deepcopy(self.of_rank),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def __getitem__(self, key: str) -> Any:
+        return self.rest[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.rest[key] = self.take((key,), value, inline=True)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.rest
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return what is under ``key``."""
+        return self.rest.get(key, default)
+
+    def keys(self) -> Sequence[str]:
+        """Return the keys of Lightning's dictionary."""
+        return list(self.rest)
+
+
+def _is_dense(leaf: object) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and not leaf.is_quantized
+        and not leaf.is_nested
+    )
