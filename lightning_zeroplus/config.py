@@ -12,12 +12,20 @@ from typing import Literal, get_args
 
 from lightning_zeroplus.errors import ConfigError, name_offenders
 
-__all__ = ["EngineConfig", "FloatDtype", "Stage", "UnshardOnAccess", "UnusedGradients"]
+__all__ = [
+    "EngineConfig",
+    "FloatDtype",
+    "SaveFormat",
+    "Stage",
+    "UnshardOnAccess",
+    "UnusedGradients",
+]
 
 Stage = Literal[1, 2, 3]
 FloatDtype = Literal["fp16", "bf16", "fp32", "fp64"]
 UnusedGradients = Literal["skip", "zero"]
 UnshardOnAccess = Literal["gather", "error"]
+SaveFormat = Literal["universal", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

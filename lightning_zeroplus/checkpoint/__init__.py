@@ -1,13 +1,36 @@
 """What a checkpoint holds and how it lies on disk; knows neither the engine nor Lightning."""
 
+from lightning_zeroplus.checkpoint.folder import folder_at, local_path, remove_at
 from lightning_zeroplus.checkpoint.full import read_full, remove_full, write_full
 from lightning_zeroplus.checkpoint.names import align_names, find_mismatches, plain_name
+from lightning_zeroplus.checkpoint.read import form_of, read_checkpoint
+from lightning_zeroplus.checkpoint.save import Group, Solo, save_universal
+from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor, read_whole
+from lightning_zeroplus.checkpoint.sharded import Piece, ShardedCheckpoint
+from lightning_zeroplus.checkpoint.tree import Path as TreePath
+from lightning_zeroplus.checkpoint.tree import join_key, map_leaves, mark
 
 __all__ = [
+    "Group",
+    "Piece",
+    "SavedTensor",
+    "ShardedCheckpoint",
+    "Solo",
+    "TreePath",
     "align_names",
     "find_mismatches",
+    "folder_at",
+    "form_of",
+    "join_key",
+    "local_path",
+    "map_leaves",
+    "mark",
     "plain_name",
+    "read_checkpoint",
     "read_full",
+    "read_whole",
+    "remove_at",
     "remove_full",
+    "save_universal",
     "write_full",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,8 +50,6 @@ class Piece:
 @dataclass
 class ShardedCheckpoint:
     """A checkpoint whose tensors are spread over ranks.
-
-    Reads like the dictionary that Lightning made, for plugins that look into it.
 
     Args:
         rest: Lightning's dictionary; `take` replaces tensors in it by marks.
@@ -120,23 +118,6 @@ class ShardedCheckpoint:
     def nbytes(self) -> int:
         """Bytes of this rank's tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
-
-    def __getitem__(self, key: str) -> Any:
-        return self.rest[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.rest[key] = self.take((key,), value, inline=True)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.rest
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return what is under ``key``."""
-        return self.rest.get(key, default)
-
-    def keys(self) -> Sequence[str]:
-        """Return the keys of Lightning's dictionary."""
-        return list(self.rest)
 
 
 def _is_dense(leaf: object) -> bool:

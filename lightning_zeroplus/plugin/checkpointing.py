@@ -1,4 +1,4 @@
-"""Checkpoints in one file: Lightning's own keys, gathered to rank 0, loadable at any stage.
+"""Checkpoints: universal directories written by all ranks, or one file gathered to rank 0.
 
 Loading has two phases. Weights are loaded into the module before it is sharded, so callbacks and
 hooks that edit them there work as under DDP; optimizer state is loaded once there are optimizers.
@@ -8,42 +8,33 @@ the middle of a run (the learning rate finder's) goes through the engine.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import lightning
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.checkpoint import align_names, find_mismatches, plain_name
-from lightning_zeroplus.comm import Operation, Tag, Transport
+from lightning_zeroplus.checkpoint import (
+    align_names,
+    find_mismatches,
+    form_of,
+    plain_name,
+    read_whole,
+)
 from lightning_zeroplus.errors import CheckpointError, name_offenders
-from lightning_zeroplus.plugin.checkpoint_io import ZeroPlusCheckpointIO
+from lightning_zeroplus.plugin.checkpoint_io import ZeroPlusCheckpointIO, innermost
+from lightning_zeroplus.plugin.saving import SavingStrategy, is_frozen, own_state, owns_parameters
 from lightning_zeroplus.zero import Engine
 
 __all__ = ["CheckpointingStrategy"]
 
 
-class CheckpointingStrategy(DDPStrategy):
+class CheckpointingStrategy(SavingStrategy):
     """The saving and loading half of `ZeroPlusStrategy`."""
-
-    _engine: Engine | None = None
-    """Shards the module of the run that is under way."""
-
-    _optimizer_engine: Engine | None = None
-    _transport: Transport | None = None
-    """Holds the state of `optimizers`; outlives the run, so that it can still be saved."""
-
-    _exclude_frozen_parameters: bool = False
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -51,99 +42,53 @@ class CheckpointingStrategy(DDPStrategy):
         self._waiting_strict = True
         self._wide_state: dict[str, Tensor] = {}
 
-    # -- saving
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's full state, on rank 0; elsewhere the same names without values.
-
-        Collective while a run is under way. Names are free of wrapper prefixes; a tied weight is
-        there under each of its names.
-        """
-        module = self._connected_module()
-        own = own_state(module)
-        if self._exclude_frozen_parameters:
-            own = {name: value for name, value in own.items() if not _is_frozen(value)}
-        if self._engine is None:
-            return {plain_name(name): _detached(value) for name, value in own.items()}
-        weights = self._gather_weights(self._engine, module)
-        return {
-            plain_name(name): _saved(value, weights, keep=self.is_global_zero)
-            for name, value in own.items()
-        }
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return torch's own state dict of ``optimizer``, full, on rank 0; elsewhere {}.
-
-        Collective, during a run and after it.
-        """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self._optimizer_engine is None or not owns_parameters(optimizer):
-            return super().optimizer_state(optimizer)
-        return self._optimizer_engine.full_optimizer_state_dict(optimizer, keep_on=0)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
-    ) -> None:
-        """Write ``checkpoint`` on rank 0; collective, so that all ranks see a failure.
-
-        Raises:
-            CheckpointError: rank 0 could not write.
-        """
-        failure: Exception | None = None
-        if self.is_global_zero:
-            try:
-                self.checkpoint_io.save_checkpoint(
-                    checkpoint, filepath, storage_options=storage_options
-                )
-            except Exception as error:  # noqa: BLE001  # raised below, when all ranks know of it
-                failure = error
-        reason = self._tell("" if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        if reason:
-            raise CheckpointError(
-                f"Expected rank 0 to write a checkpoint, got {reason} ({filepath}). See its error."
-            )
-
-    def _tell(self, text: str) -> str:
-        """Return rank 0's text on every rank; a peer that has failed instead is named."""
-        if self._transport is None:
-            return self.broadcast(text)
-        tag = Tag(0, Operation.SETUP, -1, "a checkpoint's outcome")
-        return self._transport.exchange_bytes(text.encode(), tag)[0].decode()
-
     # -- loading
 
     @override
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint at rank 0's path, its tensors mapped from the file; collective.
+        """Return the checkpoint at rank 0's path, of any form; its tensors are read when used.
+
+        Collective.
 
         Raises:
             FileNotFoundError: there is nothing at the path.
-            CheckpointError: the file is damaged, or a peer could not read it.
+            CheckpointError: the checkpoint is damaged, or a peer could not read it.
         """
+        self._wait_for_save()
         path = self.broadcast(checkpoint_path)
         checkpoint: dict[str, Any] = {}
         failure: Exception | None = None
         try:
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            _refuse_other_content(checkpoint, path)
+            checkpoint = self._read(path, weights_only)
         except Exception as error:  # noqa: BLE001  # raised below, when all ranks know of it
             failure = error
         all_read = self.reduce_boolean_decision(failure is None)
+        if all_read:
+            return checkpoint
+        mine = "" if failure is None else f"{type(failure).__name__}: {failure} (rank {{}})"
+        reasons = [self.broadcast(mine.format(n), src=n) for n in range(self.world_size)]
         if failure is not None:
             raise failure
-        if not all_read:
-            raise CheckpointError(
-                f"Expected every rank to read a checkpoint, got a failure on a peer ({path}). "
-                f"See its error; the path must be reachable from every machine."
-            )
+        raise CheckpointError(
+            f"Expected every rank to read a checkpoint, got a failure on a peer: "
+            f"{next(filter(None, reasons))}. The path must be reachable from every machine."
+        )
+
+    def _read(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+        io = innermost(self.checkpoint_io)
+        if isinstance(io, ZeroPlusCheckpointIO):
+            io.reading_ranks = (self.global_rank, self.world_size)
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        elif form_of(path) != "file":  # which a foreign one does not know
+            checkpoint = ZeroPlusCheckpointIO().load_checkpoint(path, weights_only=weights_only)
+        else:
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        _refuse_other_content(checkpoint, path)
+        # What others wrote lacks what Lightning asks for.
+        checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)
+        checkpoint.setdefault("lr_schedulers", [])
         return checkpoint
 
     @override
@@ -169,26 +114,10 @@ class CheckpointingStrategy(DDPStrategy):
         engine = self._optimizer_engine
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if engine is None or not owns_parameters(optimizer):
-                optimizer.load_state_dict(state)
+                optimizer.load_state_dict(read_whole(state))
                 _optimizer_to_device(optimizer, self.root_device)
             else:
                 engine.load_full_optimizer_state_dict(optimizer, state)
-
-    # -- where
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads files: the user's, or `ZeroPlusCheckpointIO`."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ZeroPlusCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = ZeroPlusCheckpointIO()  # kept if it has one
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     # -- ours
 
@@ -210,17 +139,6 @@ class CheckpointingStrategy(DDPStrategy):
             if torch.equal(own[name].detach(), value.to(own[name].device, own[name].dtype))
         }
 
-    def _gather_weights(self, engine: Engine, module: nn.Module) -> dict[int, Tensor]:
-        """Return full weights on rank 0 by the parameter's id; collective."""
-        identity = {
-            plain_name(name): id(p) for name, p in module.named_parameters(remove_duplicate=False)
-        }
-        return {
-            identity[fqn]: tensor
-            for fqn, tensor in engine.iterate_full_state(keep_on=0)
-            if tensor is not None and fqn in identity
-        }
-
     def _load_into_shards(self, engine: Engine, state: Mapping[str, Any], *, strict: bool) -> None:
         module = self._connected_module()
         own = own_state(module)
@@ -236,7 +154,7 @@ class CheckpointingStrategy(DDPStrategy):
             module.load_state_dict(others, strict=False)
 
     def _refuse_mismatches(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        optional = {n for n, value in own.items() if _is_frozen(value)}
+        optional = {n for n, value in own.items() if is_frozen(value)}
         problems = find_mismatches(own, state, optional if self._exclude_frozen_parameters else ())
         if problems:
             raise CheckpointError(
@@ -244,30 +162,6 @@ class CheckpointingStrategy(DDPStrategy):
                 f"set of weights: {name_offenders(problems)}. Load it into the model it was saved "
                 f"from, or set strict_loading=False on the module."
             )
-
-    def _connected_module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-
-def own_state(module: nn.Module) -> dict[str, Any]:
-    """Return ``module.state_dict()`` with the parameters themselves as values; nothing is read.
-
-    A class whose `state_dict` cannot be asked for the parameters gives its values instead.
-    """
-    parameters = inspect.signature(module.state_dict).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if takes_any or "keep_vars" in parameters:
-        return dict(module.state_dict(keep_vars=True))
-    return dict(module.state_dict())
-
-
-def owns_parameters(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` can be sharded at all.
-
-    Lightning's stand-in for "no optimizer" holds a tensor of its own.
-    """
-    return any(isinstance(p, nn.Parameter) for g in optimizer.param_groups for p in g["params"])
 
 
 @torch.no_grad()
@@ -283,24 +177,6 @@ def _is_wider(value: object, than: object) -> bool:
     if not isinstance(value, Tensor) or not isinstance(than, Tensor):
         return False
     return torch.promote_types(value.dtype, than.dtype) != than.dtype
-
-
-def _is_frozen(value: object) -> bool:
-    return isinstance(value, nn.Parameter) and not value.requires_grad
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _saved(value: Any, weights: Mapping[int, Tensor], *, keep: bool) -> Any:
-    if not isinstance(value, nn.Parameter):
-        return _detached(value)
-    if keep and id(value) in weights:
-        return weights[id(value)]
-    if keep:
-        return value.detach()
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _refuse_other_content(checkpoint: object, path: _PATH) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,29 +17,27 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_zeroplus.comm import Transport, c10d_transport
-from lightning_zeroplus.config import EngineConfig
+from lightning_zeroplus.comm import c10d_transport
+from lightning_zeroplus.config import EngineConfig, SaveFormat
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout import STAGES, Placement
 from lightning_zeroplus.plugin import checks
-from lightning_zeroplus.plugin.checkpointing import (
-    CheckpointingStrategy,
-    owns_parameters,
-    widen,
-)
+from lightning_zeroplus.plugin.checkpointing import CheckpointingStrategy, widen
 from lightning_zeroplus.plugin.precision import GradientRoute, fit_to_device, wide_weights
 from lightning_zeroplus.plugin.requeue import Requeue
+from lightning_zeroplus.plugin.saving import DEFAULT_TIMEOUT, owns_parameters
 from lightning_zeroplus.zero import Engine, shard
 
-__all__ = ["DEFAULT_TIMEOUT", "ShardingStrategy", "unwrapped"]
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+__all__ = ["ShardingStrategy", "unwrapped"]
 
 _OF_ONE_PROCESS = (
     "_engine",
     "_optimizer_engine",
     "_sharded_module",
     "_transport",
+    "_saving_transport",
+    "_pending",
+    "_own_state",
     "_route",
     "_requeue",
 )
@@ -51,18 +48,24 @@ class ShardingStrategy(CheckpointingStrategy):
 
     Args:
         config: settings of the engine.
+        save_format: of checkpoints.
         exclude_frozen_parameters: leave parameters that need no gradient out of checkpoints.
         kwargs: those of `DDPStrategy`.
     """
 
     def __init__(
-        self, config: EngineConfig, *, exclude_frozen_parameters: bool, **kwargs: Any
+        self,
+        config: EngineConfig,
+        *,
+        save_format: SaveFormat,
+        exclude_frozen_parameters: bool,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._config = config
+        self._save_format = save_format
         self._exclude_frozen_parameters = exclude_frozen_parameters
         self._sharded_module: nn.Module | None = None
-        self._transport: Transport | None = None
         self._route: GradientRoute | None = None
         self._requeue: Requeue | None = None
         self._failed = False
@@ -190,9 +193,12 @@ class ShardingStrategy(CheckpointingStrategy):
             if self._weights_lost:  # what cannot be read cannot be moved
                 self._lightning_module = None
             try:
-                super().teardown()
+                super().teardown()  # waits for a checkpoint that is being written
             finally:
                 self._lightning_module = module
+                saving, self._saving_transport = self._saving_transport, None
+                if saving is not None:
+                    saving.close()
 
     def _end_run(self) -> None:
         engine, self._engine = self._engine, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_zeroplus.config import (
     EngineConfig,
     FloatDtype,
+    SaveFormat,
     Stage,
     UnshardOnAccess,
     UnusedGradients,
@@ -34,7 +35,8 @@ from lightning_zeroplus.plugin.loops import (
     tell_skipped_loop,
 )
 from lightning_zeroplus.plugin.registry import register
-from lightning_zeroplus.plugin.sharding import DEFAULT_TIMEOUT, ShardingStrategy, unwrapped
+from lightning_zeroplus.plugin.saving import DEFAULT_TIMEOUT
+from lightning_zeroplus.plugin.sharding import ShardingStrategy, unwrapped
 from lightning_zeroplus.zero import Engine
 
 __all__ = ["ZeroPlusStrategy"]
@@ -59,7 +61,9 @@ class ZeroPlusStrategy(ShardingStrategy):
             "skip" leaves it alone as PyTorch does, "zero" gives zeros as DeepSpeed does.
         unshard_on_access: What reading a resting stage-3 weight does outside of its module's
             forward: "gather" it, on all ranks together, or "error".
-        save_format: "full" writes one `.ckpt` file with Lightning's own keys, which DDP loads too.
+        save_format: "universal" has every rank write its part of a folder that loads at any stage
+            and world size, and that `torch.distributed.checkpoint` opens; "full" gathers to rank 0
+            and writes one `.ckpt` file, which DDP loads too.
         exclude_frozen_parameters: Leave parameters that need no gradient out of checkpoints;
             loading such a checkpoint keeps the frozen values that the module has.
         accelerator: As in `DDPStrategy`.
@@ -87,7 +91,7 @@ class ZeroPlusStrategy(ShardingStrategy):
         reduce_dtype: FloatDtype | None = None,
         unused_gradients: UnusedGradients = "skip",
         unshard_on_access: UnshardOnAccess = "gather",
-        save_format: Literal["full"] = "full",
+        save_format: SaveFormat = "universal",
         exclude_frozen_parameters: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -98,8 +102,10 @@ class ZeroPlusStrategy(ShardingStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        if save_format != "full":
-            raise ConfigError(f"Expected save_format='full', got {save_format!r}. Use 'full'.")
+        if save_format not in get_args(SaveFormat):
+            raise ConfigError(
+                f"Expected save_format 'universal' or 'full', got {save_format!r}. Use one of them."
+            )
         config = EngineConfig(
             stage=stage,
             units=None if units is None else tuple(units),
@@ -112,6 +118,7 @@ class ZeroPlusStrategy(ShardingStrategy):
         )
         super().__init__(
             config,
+            save_format=save_format,
             exclude_frozen_parameters=exclude_frozen_parameters,
             accelerator=accelerator,
             parallel_devices=parallel_devices,

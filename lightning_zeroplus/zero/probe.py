@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.errors import ConfigError
 
-__all__ = ["probe_optimizer"]
+__all__ = ["probe_optimizer", "settle_dtype"]
 
 _STEPS = 3
 _SHAPES = ((16, 12), (8, 24))
@@ -78,6 +78,16 @@ def _run(
     weights: list[torch.Tensor],
     grads: list[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
+    twin = _twin_of(optimizer, settings, weights)
+    for row in grads:
+        _step(twin, row)
+    return [p.detach() for p in weights]
+
+
+def _twin_of(
+    optimizer: Optimizer, settings: Mapping[str, Any], weights: list[torch.Tensor]
+) -> Optimizer:
+    """Return an optimizer of the same class and settings without state, for ``weights``."""
     twin = copy.copy(optimizer)
     twin.__dict__ = dict(optimizer.__dict__)
     twin.__dict__.pop("step", None)
@@ -93,8 +103,55 @@ def _run(
         group["lr"] = 0.1
     params = [w.requires_grad_() for w in weights]
     twin.__dict__["param_groups"] = [{**group, "params": params}]
-    for row in grads:
-        for param, grad in zip(params, row, strict=True):
-            param.grad = grad.clone()
-        type(optimizer).step(twin)
-    return [p.detach() for p in params]
+    return twin
+
+
+def _step(twin: Optimizer, grads: list[torch.Tensor]) -> None:
+    for param, grad in zip(twin.param_groups[0]["params"], grads, strict=True):
+        param.grad = grad.clone()
+    type(twin).step(twin)
+
+
+def settle_dtype(
+    optimizer: Optimizer,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
+    saved: Mapping[str, torch.dtype],
+) -> dict[str, torch.dtype]:
+    """Return in which dtype saved elementwise state goes on, by key. *Local.*
+
+    As it was saved if the optimizer makes it so itself, or steps with it although it is wider than
+    what it makes; else in the dtype that the optimizer makes.
+
+    Args:
+        optimizer: is left untouched.
+        settings: its group.
+        dtype: of the weights it steps on.
+        saved: dtypes in the checkpoint.
+    """
+    if all(kind == dtype for kind in saved.values()):
+        return dict(saved)  # as every optimizer makes it, and the usual case
+    weights = [torch.ones(8, dtype=dtype)]
+    twin = _twin_of(optimizer, settings, weights)
+    with torch.enable_grad():
+        _step(twin, [torch.ones(8, dtype=dtype)])
+        made = dict(twin.state[weights[0]])
+        native = {
+            key: made[key].dtype if isinstance(made.get(key), torch.Tensor) else kind
+            for key, kind in saved.items()
+        }
+        wide = {
+            key: kind if torch.promote_types(kind, native[key]) == kind else native[key]
+            for key, kind in saved.items()
+        }
+        if wide == native:
+            return native
+        state = twin.state[weights[0]]
+        for key, kind in wide.items():
+            if isinstance(state.get(key), torch.Tensor):
+                state[key] = state[key].to(kind)
+        try:
+            _step(twin, [torch.ones(8, dtype=dtype)])
+        except (RuntimeError, TypeError):
+            return native
+    return wide

@@ -73,6 +73,9 @@ class SpanTensor(torch.Tensor):
         assert self._local is not None
         return self._local
 
+    is_whole = True
+    """Whether this stands for all of a tensor, not for a view of one."""
+
     def is_span_of(self, entry: Entry) -> bool:
         """Return whether this holds the own span of ``entry``, and no view of it. *Local.*"""
         return self._entry is entry
@@ -171,6 +174,7 @@ class SpanView(SpanTensor):
 
     _whole: SpanTensor
     _geometry: Geometry
+    is_whole = False
 
     @staticmethod
     def of(base: SpanTensor, geometry: Geometry) -> SpanView:

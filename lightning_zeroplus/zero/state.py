@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import CheckpointError, ConfigError, name_offenders
 from lightning_zeroplus.zero.grad_span import write_slot
+from lightning_zeroplus.zero.load_state import MASTER_KEY, span_of
 from lightning_zeroplus.zero.model import clean_fqn
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.span_tensor import gather_full
@@ -22,20 +23,14 @@ if TYPE_CHECKING:
     from lightning_zeroplus.zero.state_access import StateAccess as Engine
 
 __all__ = [
-    "MASTER_KEY",
     "full_optimizer_state",
     "full_optimizer_state_dict",
     "iterate_full_state",
     "leave_module",
-    "load_full_optimizer_state_dict",
     "load_full_state",
     "set_full_optimizer_state",
     "unsharded",
 ]
-
-MASTER_KEY = "zeroplus_master"
-"""State entry that carries a master weight which differs from the model weight."""
-
 
 # -- weights
 
@@ -131,7 +126,7 @@ def load_full_state(
         if name in given:
             if entry.unit.weights.resident:
                 entry.param.copy_(given[name])
-            entry.unit.write_own_span(entry, given[name].to(entry.unit.master_dtype))
+            entry.unit.write_own_span(entry, span_of(given[name], entry))
     for name, buffer in buffers.items():
         if name in given:
             buffer.copy_(given[name])
@@ -322,62 +317,3 @@ def _restore(
     if local is None:
         local = torch.zeros(0, dtype=dtype, device=entry.unit.device)
     return collect_full(entry, local, keep_on, key)
-
-
-@torch.no_grad()
-def load_full_optimizer_state_dict(
-    engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any]
-) -> None:
-    """Take spans of full state tensors; hyper-parameters of every group are taken as they are.
-
-    Raises:
-        CheckpointError: other groups or shapes than the optimizer has.
-    """
-    groups = state_dict["param_groups"]
-    ours = optimizer.param_groups
-    lengths = [len(g["params"]) for g in groups]
-    if lengths != [len(g["params"]) for g in ours]:
-        raise CheckpointError(
-            f"Expected parameter groups of sizes {[len(g['params']) for g in ours]}, got "
-            f"{lengths}. Make the optimizer as the run did that wrote the checkpoint."
-        )
-    keys = [key for group in groups for key in group["params"]]
-    params = [p for group in ours for p in group["params"]]
-    for ours_group, group in zip(ours, groups, strict=True):
-        for name, value in group.items():
-            if name != "params":
-                ours_group[name] = value
-    optimizer.state.clear()
-    for key, param, group in zip(keys, params, _per_param(ours), strict=True):
-        entry = engine.find(param)
-        saved = state_dict["state"].get(key)
-        if entry is None or saved is None:
-            continue
-        _load_one(optimizer, entry, saved, group)
-
-
-def _per_param(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [group for group in groups for _ in group["params"]]
-
-
-def _load_one(
-    optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any], group: Mapping[str, Any]
-) -> None:
-    owned = entry.unit.layout.owned(entry.index, entry.unit.context.rank)
-    if not owned.numel or entry.shard is None:
-        return
-    state: dict[str, Any] = {}
-    for key, value in saved.items():
-        if not isinstance(value, torch.Tensor):
-            state[key] = value
-        elif value.shape == entry.model.shape and (value.dim() > 0 or key != "step"):
-            piece = memory_order(value, entry.model)[owned.start : owned.stop]
-            if key == MASTER_KEY:
-                entry.shard.copy_(piece)
-                continue
-            state[key] = piece.to(entry.unit.device, copy=True)
-        elif key == "step" and not (group.get("fused") or group.get("capturable")):
-            state[key] = value.clone()
-        else:
-            state[key] = value.to(entry.unit.device, copy=True)
-    optimizer.state[entry.param] = state

@@ -18,6 +18,13 @@ from lightning_zeroplus.layout.budget import Budget, UnitSizes, budget_of
 from lightning_zeroplus.layout.placement import STAGES
 from lightning_zeroplus.zero import state
 from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.load_state import load_full_optimizer_state_dict
+from lightning_zeroplus.zero.local_state import (
+    OwnSpan,
+    own_optimizer_state,
+    own_weights,
+    shown_weight,
+)
 from lightning_zeroplus.zero.memory import MemoryReport, measure
 from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
@@ -38,6 +45,7 @@ class StateAccess(ABC):
     reducer: Reducer
     residency: Residency
     by_name: dict[str, Entry]
+    closed: bool
     _places: list[tuple[dict[str, Any], str, nn.Parameter, str]] | None = None
     _bound: dict[int, BoundOptimizer]
     _pool: BufferPool
@@ -145,11 +153,27 @@ class StateAccess(ABC):
         """Return torch's own state dict with full tensors on rank ``keep_on``, ``{}`` elsewhere."""
         return state.full_optimizer_state_dict(self, optimizer, keep_on)
 
+    def own_weights(self) -> dict[int, OwnSpan]:
+        """Return this rank's spans of the weights to save, by the parameter's id. *Local.*"""
+        return own_weights(self)
+
+    def shown_weight(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the weight as a full tensor where it is one, else as a span tensor. *Local.*"""
+        return shown_weight(self, self._required(param))
+
+    def own_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict of ``optimizer`` by name, with this rank's spans.
+
+        Raises:
+            CheckpointError: the ranks' groups differ.
+        """
+        return own_optimizer_state(self, optimizer)
+
     def load_full_optimizer_state_dict(
         self, optimizer: Optimizer, state_dict: Mapping[str, object]
     ) -> None:
         """Take this rank's spans of a full optimizer state dict. *Local.*"""
-        state.load_full_optimizer_state_dict(self, optimizer, state_dict)
+        load_full_optimizer_state_dict(self, optimizer, state_dict)
 
     def memory_budget(self, states: int = 2) -> Budget:
         """Return what this rank should hold, from layouts alone. *Local.*

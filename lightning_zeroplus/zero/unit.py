@@ -176,12 +176,10 @@ class Unit:
         )
 
     @torch.no_grad()
-    def write_own_span(self, entry: Entry, full: torch.Tensor) -> None:
-        """Set the master, and the weight shard, of one parameter from a full tensor. *Local.*"""
-        owned = self.layout.owned(entry.index, self.transport.rank)
-        if not owned.numel or entry.shard is None:
+    def write_own_span(self, entry: Entry, piece: torch.Tensor) -> None:
+        """Set the master, and the weight shard, of one parameter from its own span. *Local.*"""
+        if not piece.numel() or entry.shard is None:
             return
-        piece = memory_order(full, entry.model)[owned.start : owned.stop]
         entry.shard.copy_(piece)
         if self.has_own_master:
             self.weights.shard[self.shard_range(entry.index)].copy_(piece)

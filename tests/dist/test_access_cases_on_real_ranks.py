@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zeroplus.comm import c10d_transport
 from tests.dist_pool import RankPool
 from tests.local.access_cases import CASES, Scene, ShardedScene, run_case
+from tests.rank_transport import rank_transport
 
 pytestmark = pytest.mark.dist
 
@@ -34,13 +33,12 @@ SOME = [
 def rank_runs_a_case(rank: int, world: int, name: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", module="torch")
-    transport = c10d_transport(timeout=timedelta(seconds=20))
+    transport = rank_transport(20)
     found, expected = run_case(name, ShardedScene(transport, 3)), run_case(name, Scene())
     rtol = CASES[name].tolerance
     assert found.keys() == expected.keys()
     for what, value in expected.items():
         torch.testing.assert_close(found[what], value, rtol=rtol, atol=rtol / 10, msg=what)
-    transport.close()
     dist.barrier()
 
 

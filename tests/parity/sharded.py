@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from datetime import timedelta
 from itertools import combinations, product
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zeroplus.comm import Transport, c10d_transport
+from lightning_zeroplus.comm import Transport
 from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.zero import shard
 from tests.parity.reference import (
@@ -28,6 +27,7 @@ from tests.parity.reference import (
     windows,
 )
 from tests.parity.zoo import BLOCKS, build
+from tests.rank_transport import rank_transport
 
 __all__ = [
     "ATOL",
@@ -119,11 +119,7 @@ def rank_sharded_training(
     _rank: int, _world: int, case: Case, stage: int, small_units: bool = True
 ) -> Result:
     """Body of a rank process."""
-    transport = c10d_transport(timeout=timedelta(seconds=30))
-    try:
-        return sharded_training(transport, case, stage, small_units=small_units)
-    finally:
-        transport.close()
+    return sharded_training(rank_transport(30), case, stage, small_units=small_units)
 
 
 def rank_ddp_training(_rank: int, _world: int, case: Case) -> Result:
