@@ -59,6 +59,15 @@ class Folder(ABC):
             FileNotFoundError: there is no such file.
         """
 
+    @abstractmethod
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` with bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            EOFError: it ends early.
+        """
+
 
 class LocalFolder(Folder):
     """A directory of this machine, or of a file system that is mounted on it."""
@@ -122,6 +131,16 @@ class LocalFolder(Folder):
             whole = mmap.mmap(file.fileno(), stop - page, access=mmap.ACCESS_COPY, offset=page)
         return memoryview(whole)[start - page :]
 
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` straight from the file."""
+        with (self.path / name).open("rb", buffering=0) as file:
+            file.seek(start)
+            while out.nbytes:
+                taken = file.readinto(out)
+                if not taken:
+                    raise EOFError(f"{name} ends early ({self.path})")
+                out = out[taken:]
+
 
 class RemoteFolder(Folder):
     """A directory of a store that fsspec reaches.
@@ -174,6 +193,13 @@ class RemoteFolder(Folder):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         """Return bytes that were fetched."""
         return bytearray(self._fs.cat_file(self._at(name), start=start, end=stop))
+
+    def read_into(self, name: str, start: int, out: memoryview) -> None:
+        """Fill ``out`` with bytes that were fetched."""
+        found = self._fs.cat_file(self._at(name), start=start, end=start + out.nbytes)
+        if len(found) != out.nbytes:
+            raise EOFError(f"{name} ends early ({self.path})")
+        out[:] = found
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:

@@ -25,6 +25,8 @@ from lightning_zeroplus.checkpoint.tree import key_of_mark, map_leaves
 from lightning_zeroplus.errors import CheckpointError, name_offenders
 from lightning_zeroplus.layout.box import Box
 
+_READ_NBYTES = 16 * 2**20
+
 __all__ = ["find_damage", "has_manifest", "open_dcp", "open_universal", "read_manifest"]
 
 
@@ -60,12 +62,19 @@ def find_damage(
         start = n * BLOCK_NBYTES
         stop = min(start + BLOCK_NBYTES, sums.nbytes)
         try:
-            sound = zlib.crc32(folder.read(name, start, stop)) == sums.crc32[n]
+            sound = _crc32(folder, name, start, stop) == sums.crc32[n]
         except OSError as error:
             yield f"{name} cannot be read: {error}"
             continue
         if not sound:
             yield f"{name} is damaged between bytes {start} and {stop}"
+
+
+def _crc32(folder: Folder, name: str, start: int, stop: int) -> int:
+    found = 0
+    for at in range(start, stop, _READ_NBYTES):
+        found = zlib.crc32(folder.read(name, at, min(at + _READ_NBYTES, stop)), found)
+    return found
 
 
 def open_universal(
@@ -133,20 +142,37 @@ def _damaged(folder: Folder, name: str, error: Exception) -> CheckpointError:
 def _saved_tensor(folder: Folder, record: Record) -> SavedTensor:
     dtype = getattr(torch, record.dtype)
 
-    def part_of(saved: SavedBox, wanted: Box) -> torch.Tensor:
-        """Return a view of the bytes between the first and the last wanted element."""
+    def reach(saved: SavedBox, wanted: Box) -> tuple[int, int, tuple[int, ...]]:
+        """Return from where to where wanted elements lie in the file, and with which strides."""
         inside = wanted.relative_to(saved.box.offsets)
         stride = _row_major(saved.box.sizes)
         first = sum(a * s for a, s in zip(inside.offsets, stride, strict=True))
         last = first + sum((n - 1) * s for n, s in zip(inside.sizes, stride, strict=True))
         start = saved.body + first * dtype.itemsize
-        raw = folder.read(saved.file, start, start + (last - first + 1) * dtype.itemsize)
-        flat = torch.frombuffer(raw, dtype=torch.uint8)
+        return start, start + (last - first + 1) * dtype.itemsize, stride
+
+    def part_of(saved: SavedBox, wanted: Box) -> torch.Tensor:
+        start, stop, stride = reach(saved, wanted)
+        flat = torch.frombuffer(folder.read(saved.file, start, stop), dtype=torch.uint8)
         if start % dtype.itemsize:  # never in files of ours
             flat = flat.clone()
-        return flat.view(dtype).as_strided(inside.sizes, stride)
+        return flat.view(dtype).as_strided(wanted.sizes, stride)
 
-    return SavedTensor(record.shape, dtype, _fetcher(record, dtype, part_of))
+    def fill(box: Box, out: torch.Tensor) -> None:
+        for saved in record.boxes:
+            common = saved.box.intersect(box)
+            if common is None:
+                continue
+            target = out[common.relative_to(box.offsets).slices()]
+            start, stop, _ = reach(saved, common)
+            whole = stop - start == common.numel * dtype.itemsize
+            if whole and target.dtype == dtype and target.is_contiguous():
+                raw = target.reshape(-1).view(torch.uint8).numpy()
+                folder.read_into(saved.file, start, memoryview(raw.data))
+            else:
+                target.copy_(part_of(saved, common))
+
+    return SavedTensor(record.shape, dtype, _fetcher(record, dtype, part_of), fill)
 
 
 def _fetcher(record: Record, dtype: torch.dtype, part_of: Any) -> Any:

@@ -207,7 +207,7 @@ class _Save:
             files.update({name: FileSums(*sums) for name, sums in row["sums"].items()})
         for key, (place, of) in self._checkpoint.aliases.items():
             tensors[key], places[key] = tensors[of], place
-        facts = {**self._checkpoint.facts, "world_size": self._group.world_size}
+        facts = {"world_size": self._group.world_size, **self._checkpoint.facts}
         return Manifest(tensors, files, facts), places
 
     def _meta(self, written: list[dict[str, Any]]) -> dict[str, Any]:
@@ -218,7 +218,8 @@ class _Save:
         ours: dict[str, Any] = {
             key: rest.pop(key) for key in ("state_dict", "optimizer_states") if key in rest
         }
-        ours["of_ranks"] = [row["of_rank"] for row in written]
+        copied = self._checkpoint.of_ranks
+        ours["of_ranks"] = [row["of_rank"] for row in written] if copied is None else copied
         return {**rest, OURS: ours}
 
     def _write_file(self, name: str, raw: bytes) -> FileSums:
@@ -232,7 +233,7 @@ def _write_piece(
     file: DataFile, piece: Piece, seen: dict[tuple[torch.dtype, bytes], list[SavedBox]]
 ) -> list[SavedBox]:
     """Append a piece; equal scalars, such as step counts, are stored once."""
-    local = piece.local.detach()
+    local = piece.elements()
     if piece.shape or not local.numel():
         return file.write_span(local, piece.shape, piece.span, piece.stride)
     value = (local.dtype, bytes(local.cpu().view(torch.uint8).tolist()))

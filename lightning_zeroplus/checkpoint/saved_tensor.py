@@ -20,6 +20,9 @@ __all__ = ["SavedTensor", "read_whole"]
 Fetch = Callable[[Box], torch.Tensor]
 """Returns the elements of a box on the CPU, in the box's shape; may be a view of a mapped file."""
 
+Fill = Callable[[Box, torch.Tensor], None]
+"""Writes the elements of a box into a tensor of its shape on the CPU, of whatever dtype."""
+
 
 class SavedTensor(torch.Tensor):
     """A tensor on the CPU whose elements are still in a checkpoint. *Local.*
@@ -28,20 +31,27 @@ class SavedTensor(torch.Tensor):
         shape: of the tensor.
         dtype: as it was saved.
         fetch: reads a box.
+        fill: reads a box into memory that is there; None: by way of ``fetch``.
     """
 
     _fetch: Fetch
+    _fill: Fill | None
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch) -> SavedTensor:
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch, fill: Fill | None = None
+    ) -> SavedTensor:
         """Make the wrapper; nothing is read."""
         with torch.inference_mode(False):
             return torch.Tensor._make_wrapper_subclass(
                 cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False
             )
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch) -> None:
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch, fill: Fill | None = None
+    ) -> None:
         self._fetch = fetch
+        self._fill = fill
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -52,6 +62,13 @@ class SavedTensor(torch.Tensor):
     def read_box(self, box: Box) -> torch.Tensor:
         """Return the elements of ``box``, in its shape; likewise."""
         return self._fetch(box)
+
+    def read_into(self, box: Box, out: torch.Tensor) -> None:
+        """Write the elements of ``box`` into ``out``, of its shape and any dtype and device."""
+        if self._fill is not None and out.device.type == "cpu":
+            self._fill(box, out.detach())
+        else:
+            out.detach().copy_(self._fetch(box))
 
     def read_span(
         self, span: Span, stride: Sequence[int], out: torch.Tensor | None = None
@@ -68,8 +85,8 @@ class SavedTensor(torch.Tensor):
         order = dimension_order(self.shape, stride)
         place = 0
         for box in span_boxes(self.shape, span, stride):
-            part = self._fetch(box).permute(order)
-            out[place : place + box.numel].view(part.shape).copy_(part)
+            part = out[place : place + box.numel].view([box.sizes[dim] for dim in order])
+            self.read_into(box, part.permute([order.index(dim) for dim in range(len(order))]))
             place += box.numel
         return out
 
@@ -83,7 +100,10 @@ class SavedTensor(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             source = args[0]
-            return SavedTensor(source.shape, source.dtype, source._fetch)
+            return SavedTensor(source.shape, source.dtype, source._fetch, source._fill)
+        if func is torch.ops.aten.copy_.default and _is_plain(args[0], args[1]):
+            args[1].read_into(whole_box(args[1].shape), args[0])
+            return args[0]
         args, kwargs = tree_map_only(SavedTensor, SavedTensor._copy, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -114,6 +134,16 @@ class SavedTensor(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return memory with a copy of the full tensor."""
         return self._copy().untyped_storage()
+
+
+def _is_plain(target: object, source: object) -> bool:
+    """Return whether ``target`` is memory for all of ``source``, and no more."""
+    return (
+        isinstance(source, SavedTensor)
+        and not isinstance(target, SavedTensor)
+        and isinstance(target, torch.Tensor)
+        and target.shape == source.shape
+    )
 
 
 def read_whole(tree: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor
 from lightning_zeroplus.checkpoint.tree import Path, join_key, map_leaves, mark
 from lightning_zeroplus.layout.span import Span
 
@@ -25,7 +26,7 @@ class Piece:
     Args:
         key: under which it is stored.
         place: in PyTorch's nested terms.
-        local: the elements, 1-D ``[span.numel]``.
+        local: the elements, 1-D ``[span.numel]``, or of all of the tensor in its own shape.
         shape: of the whole tensor.
         span: its range in memory order.
         stride: of the whole tensor.
@@ -40,11 +41,17 @@ class Piece:
 
     @staticmethod
     def whole(key: str, place: Path, tensor: torch.Tensor) -> Piece:
-        """Return the piece that is all of ``tensor``."""
+        """Return the piece that is all of ``tensor``; nothing is read or copied for it."""
         shape = tuple(tensor.shape)
-        flat = tensor.detach().contiguous().reshape(-1)
         stride = tuple(torch.empty(shape, device="meta").stride())
-        return Piece(key, place, flat, shape, Span(0, flat.numel()), stride)
+        return Piece(key, place, tensor.detach(), shape, Span(0, tensor.numel()), stride)
+
+    def elements(self) -> torch.Tensor:
+        """Return the elements, 1-D and dense; what is still in a file is read for it."""
+        local = self.local.detach()
+        if isinstance(local, SavedTensor):
+            local = local.read()
+        return local.contiguous().reshape(-1)
 
 
 @dataclass
@@ -72,6 +79,9 @@ class ShardedCheckpoint:
 
     of_rank: dict[str, Any] = field(default_factory=dict)
     """What each rank finds again when as many of them resume."""
+
+    of_ranks: list[dict[str, Any]] | None = None
+    """The same of all ranks, where this is a copy of a checkpoint that they wrote."""
 
     def take(self, tree_path: Path, tree: Any, *, inline: bool) -> Any:
         """Return ``tree`` with marks in place of tensors, which join `replicated`.

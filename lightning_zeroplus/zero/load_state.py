@@ -22,7 +22,7 @@ from lightning_zeroplus.zero.unit import Entry, memory_order
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.state_access import StateAccess as Engine
 
-__all__ = ["MASTER_KEY", "load_full_optimizer_state_dict", "span_of"]
+__all__ = ["MASTER_KEY", "load_full_optimizer_state_dict", "read_span"]
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,18 @@ class _PartlyReadable(Protocol):
         """Return the elements of ``span`` in the memory order of ``stride``."""
 
 
-def span_of(full: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """Return this rank's span of a full tensor, 1-D; only that is read if it is in a file."""
-    owned = entry.unit.layout.owned(entry.index, entry.unit.context.rank)
+def read_span(full: torch.Tensor, entry: Entry, span: Span, out: torch.Tensor) -> None:
+    """Write the elements of ``span`` of a full tensor into ``out``, 1-D of any dtype and device.
+
+    Only they are read if the tensor is in a file.
+    """
     if isinstance(full, _PartlyReadable):
-        return full.read_span(owned, entry.model.stride)
-    return memory_order(full, entry.model)[owned.start : owned.stop]
+        if out.device.type == "cpu":
+            full.read_span(span, entry.model.stride, out)
+        else:
+            out.copy_(full.read_span(span, entry.model.stride))
+    else:
+        out.copy_(memory_order(full, entry.model)[span.start : span.stop])
 
 
 @torch.no_grad()
@@ -70,11 +76,13 @@ def load_full_optimizer_state_dict(
     for group, source in zip(optimizer.param_groups, sources, strict=True):
         kept = {key: value for key, value in source.items() if key not in {"params", "param_names"}}
         group.update(kept)
+    before = dict(optimizer.state)
     optimizer.state.clear()
     for group, entries, names in zip(optimizer.param_groups, params, keys, strict=True):
         for entry, key in zip(entries, names, strict=True):
             if entry is not None and state.get(key) is not None:
-                _load_one(optimizer, entry, state[key], group)
+                old = before.pop(entry.param, {})
+                _load_one(optimizer, entry, state[key], group, old)
 
 
 def _match_order(
@@ -148,12 +156,17 @@ def _refuse_reshaped(
 
 
 def _load_one(
-    optimizer: Optimizer, entry: Entry, saved: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: Optimizer,
+    entry: Entry,
+    saved: Mapping[str, Any],
+    group: Mapping[str, Any],
+    old: Mapping[str, Any],
 ) -> None:
     shard = entry.shard
     if shard is None or not shard.numel():
         return
     device = entry.unit.device
+    owned = entry.unit.layout.owned(entry.index, entry.unit.context.rank)
     spans = {k: v for k, v in saved.items() if is_full_state(k, v, entry) and k != MASTER_KEY}
     dtypes = settle_dtype(optimizer, group, shard.dtype, {k: v.dtype for k, v in spans.items()})
     state: dict[str, Any] = {}
@@ -161,14 +174,23 @@ def _load_one(
         if not isinstance(value, torch.Tensor):
             state[key] = value
         elif key == MASTER_KEY:
-            shard.copy_(span_of(value, entry))
+            read_span(value, entry, owned, shard)
         elif key in spans:
-            state[key] = span_of(value, entry).to(device, dtypes[key], copy=True)
+            state[key] = _memory(old.get(key), owned.numel, dtypes[key], device)
+            read_span(value, entry, owned, state[key])
         elif key == "step":
             state[key] = _step(value, group, device)
         else:
             state[key] = value.to(device, copy=True)
     optimizer.state[entry.param] = state
+
+
+def _memory(old: object, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return 1-D memory: that of ``old``, which nobody needs any more, if it fits."""
+    if isinstance(old, torch.Tensor) and type(old) is torch.Tensor:
+        fits = (old.shape, old.dtype, old.device) == ((numel,), dtype, device)
+        return old if fits else torch.empty(numel, dtype=dtype, device=device)
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _step(value: torch.Tensor, group: Mapping[str, Any], device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import CheckpointError, ConfigError, name_offenders
 from lightning_zeroplus.zero.grad_span import write_slot
-from lightning_zeroplus.zero.load_state import MASTER_KEY, span_of
+from lightning_zeroplus.zero.load_state import MASTER_KEY, read_span
 from lightning_zeroplus.zero.model import clean_fqn
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.span_tensor import gather_full
@@ -124,9 +125,7 @@ def load_full_state(
     engine.residency.end_window()
     for name, entry in engine.by_name.items():
         if name in given:
-            if entry.unit.weights.resident:
-                entry.param.copy_(given[name])
-            entry.unit.write_own_span(entry, span_of(given[name], entry))
+            entry.unit.take_values(entry, functools.partial(read_span, given[name], entry))
     for name, buffer in buffers.items():
         if name in given:
             buffer.copy_(given[name])

@@ -6,7 +6,7 @@ finished separately so that callers can overlap them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
 from lightning_zeroplus.comm.transport import Tag, Work
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.bucket import GradLayout, ParamSpec, WeightLayout, header_numel
+from lightning_zeroplus.layout.span import Span
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.model import ModelParam
 from lightning_zeroplus.zero.plan import UnitPlan
@@ -176,13 +177,26 @@ class Unit:
         )
 
     @torch.no_grad()
-    def write_own_span(self, entry: Entry, piece: torch.Tensor) -> None:
-        """Set the master, and the weight shard, of one parameter from its own span. *Local.*"""
-        if not piece.numel() or entry.shard is None:
-            return
-        entry.shard.copy_(piece)
-        if self.has_own_master:
-            self.weights.shard[self.shard_range(entry.index)].copy_(piece)
+    def take_values(self, entry: Entry, read: Callable[[Span, torch.Tensor], None]) -> None:
+        """Set the weight, where it is replicated, and the own master of a parameter. *Local.*
+
+        Args:
+            entry: of this unit.
+            read: writes a range of the new full tensor, in memory order, into a 1-D tensor.
+        """
+        owned = self.layout.owned(entry.index, self.transport.rank)
+        own = self.weights.shard[self.shard_range(entry.index)]
+        if self.weights.resident:
+            flat = torch.as_strided(
+                self.weights.flat, (entry.numel,), (1,), self.layout.offsets[entry.index]
+            )
+            read(Span(0, entry.numel), flat)
+        elif not self.has_own_master:
+            read(owned, own)
+        if self.has_own_master and owned.numel:
+            assert entry.shard is not None
+            read(owned, entry.shard)
+            own.copy_(entry.shard)
 
     # -- between uses
 
