@@ -104,6 +104,11 @@ def open_universal(
 
     def restore(path: tuple[str | int, ...], leaf: Any) -> Any:
         key = key_of_mark(leaf)
+        if key is not None and key not in saved:
+            raise CheckpointError(
+                f"Expected every tensor of {META} in {MANIFEST}, got none for {key} ({folder}). "
+                f"Resume from another checkpoint."
+            )
         return leaf if key is None else saved[key]
 
     checkpoint: dict[str, Any] = map_leaves({**meta, **ours}, restore)
@@ -139,8 +144,18 @@ def _damaged(folder: Folder, name: str, error: Exception) -> CheckpointError:
     )
 
 
+def _dtype_of(record: Record, folder: Folder) -> torch.dtype:
+    dtype = getattr(torch, record.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"Expected a dtype of torch {torch.__version__}, got {record.dtype!r} ({folder}). "
+            f"Read it with the version of torch that wrote it."
+        )
+    return dtype
+
+
 def _saved_tensor(folder: Folder, record: Record) -> SavedTensor:
-    dtype = getattr(torch, record.dtype)
+    dtype = _dtype_of(record, folder)
 
     def reach(saved: SavedBox, wanted: Box) -> tuple[int, int, tuple[int, ...]]:
         """Return from where to where wanted elements lie in the file, and with which strides."""
@@ -167,7 +182,9 @@ def _saved_tensor(folder: Folder, record: Record) -> SavedTensor:
             start, stop, _ = reach(saved, common)
             whole = stop - start == common.numel * dtype.itemsize
             if whole and target.dtype == dtype and target.is_contiguous():
-                raw = target.reshape(-1).view(torch.uint8).numpy()
+                # Not reshape: one element may have any stride, which view then refuses.
+                flat = target.as_strided((target.numel(),), (1,))
+                raw = flat.view(torch.uint8).numpy()
                 folder.read_into(saved.file, start, memoryview(raw.data))
             else:
                 target.copy_(part_of(saved, common))

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import io
 import uuid
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from lightning_zeroplus.checkpoint.blob import bytes_of
 from lightning_zeroplus.checkpoint.datafile import DataFile
 from lightning_zeroplus.checkpoint.dcp import METADATA, dump_metadata
 from lightning_zeroplus.checkpoint.folder import Folder
@@ -40,6 +42,10 @@ META = "meta.pt"
 
 OURS = "zeroplus"
 """Key of what is ours in the metadata."""
+
+
+_SHARED_NBYTES = 2**20
+"""Smaller tensors that every rank has are written by the first."""
 
 
 class Group(Protocol):
@@ -128,10 +134,16 @@ class _Save:
     def _offer(self) -> dict[str, Any]:
         if self._first:
             self._folder.prepare(self._token)
+        alone = self._group.world_size == 1
         return {
             "token": self._token,
             "replicated": {
-                key: [str(tensor.dtype), list(tensor.shape), tensor.nbytes]
+                key: [
+                    str(tensor.dtype),
+                    list(tensor.shape),
+                    tensor.nbytes,
+                    None if alone else _digest(tensor),
+                ]
                 for key, (_, tensor) in self._checkpoint.replicated.items()
             },
         }
@@ -154,6 +166,7 @@ class _Save:
             "records": records,
             "places": {piece.key: list(piece.place) for piece in mine},
             "sums": sums,
+            "aliases": [[k, list(at), of] for k, (at, of) in self._checkpoint.aliases.items()],
             "leaves": [[list(path), value] for path, value in self._checkpoint.leaves],
             "of_rank": self._checkpoint.of_rank,
         }
@@ -205,8 +218,8 @@ class _Save:
                 known.boxes.extend(record.boxes)
             places.update({key: tuple(place) for key, place in row["places"].items()})
             files.update({name: FileSums(*sums) for name, sums in row["sums"].items()})
-        for key, (place, of) in self._checkpoint.aliases.items():
-            tensors[key], places[key] = tensors[of], place
+        for key, place, of in (alias for row in written for alias in row["aliases"]):
+            tensors[key], places[key] = tensors[of], tuple(place)
         facts = {"world_size": self._group.world_size, **self._checkpoint.facts}
         return Manifest(tensors, files, facts), places
 
@@ -227,6 +240,19 @@ class _Save:
         file.write(raw)
         file.close()
         return file.sums
+
+
+def _digest(tensor: torch.Tensor) -> int | None:
+    """Return a checksum of what is worth sharing out, if it is the same everywhere.
+
+    What differs between ranks, such as running statistics, is the first rank's, as under DDP.
+    """
+    if tensor.nbytes < _SHARED_NBYTES:
+        return None
+    found = 0
+    for part in bytes_of(tensor.detach().contiguous().reshape(-1)):
+        found = zlib.crc32(part, found)
+    return found
 
 
 def _write_piece(

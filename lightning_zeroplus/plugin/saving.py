@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ class SavingStrategy(DDPStrategy):
             "module": type(self.lightning_module).__qualname__,
             "lightning": checkpoint.get("pytorch-lightning_version"),
             "torch": torch.__version__,
-            "lightning_zeroplus": version("lightning-zeroplus"),
+            "lightning_zeroplus": _own_version(),
         }
         if background:
             self._wait_for_save()  # one copy of the state in memory is enough
@@ -239,6 +239,13 @@ class SavingStrategy(DDPStrategy):
     def _connected_module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+
+def _own_version() -> str:
+    try:
+        return version("lightning-zeroplus")
+    except PackageNotFoundError:  # run from its sources
+        return "unknown"
 
 
 def own_state(module: nn.Module) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _load_one(
     old: Mapping[str, Any],
 ) -> None:
     shard = entry.shard
-    if shard is None or not shard.numel():
+    if shard is None:
         return
     device = entry.unit.device
     owned = entry.unit.layout.owned(entry.index, entry.unit.context.rank)

@@ -18,7 +18,14 @@ from lightning_zeroplus.zero.unit import Entry, memory_order
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.state_access import StateAccess as Engine
 
-__all__ = ["OwnSpan", "own_optimizer_state", "own_part", "own_weights", "shown_weight"]
+__all__ = [
+    "OwnSpan",
+    "first_owner",
+    "own_optimizer_state",
+    "own_part",
+    "own_weights",
+    "shown_weight",
+]
 
 
 class OwnSpan(NamedTuple):
@@ -45,10 +52,10 @@ def own_part(tensor: SpanTensor) -> OwnSpan:
     return _own(tensor._entry, tensor.to_local())
 
 
-def _is_first_owner(entry: Entry) -> bool:
-    layout, rank = entry.unit.layout, entry.unit.context.rank
-    owners = [r for r in range(entry.unit.context.world_size) if layout.owned(entry.index, r).numel]
-    return rank == (owners[0] if owners else 0)
+def first_owner(entry: Entry) -> int:
+    """Return the first rank that has elements of a parameter; 0 if there are none. *Local.*"""
+    layout, ranks = entry.unit.layout, range(entry.unit.context.world_size)
+    return next((rank for rank in ranks if layout.owned(entry.index, rank).numel), 0)
 
 
 @torch.no_grad()
@@ -131,7 +138,7 @@ def _refuse_differing_groups(engine: Engine, names: list[list[str]]) -> None:
 
 def _values_of(optimizer: Optimizer, entry: Entry) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    first = _is_first_owner(entry)
+    first = entry.unit.context.rank == first_owner(entry)
     for key, value in optimizer.state.get(entry.param, {}).items():
         if isinstance(value, torch.Tensor):
             elementwise = entry.shard is not None and value.shape == entry.shard.shape

@@ -15,6 +15,7 @@ from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import CheckpointError, ConfigError, name_offenders
 from lightning_zeroplus.zero.grad_span import write_slot
 from lightning_zeroplus.zero.load_state import MASTER_KEY, read_span
+from lightning_zeroplus.zero.local_state import first_owner
 from lightning_zeroplus.zero.model import clean_fqn
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.span_tensor import gather_full
@@ -283,7 +284,9 @@ def full_optimizer_state_dict(engine: Engine, optimizer: Optimizer, keep_on: int
     for n, fqn in enumerate(order):
         entry = engine.by_name[fqn]
         merged: dict[str, Any] = {}
-        for row in reversed(rows):
+        # Ranks without elements of it hold the count at which the optimizer was made.
+        first = first_owner(entry)
+        for row in [*reversed(rows), rows[first]]:
             merged.update(row["state"][fqn])
         full = {
             key: _restore(engine, optimizer, entry, key, kind, keep_on)
