@@ -97,14 +97,20 @@ def save_streamed(skeleton: Any, tensors: Iterator[torch.Tensor], file: IO[bytes
             asked for when its turn comes and may be freed afterwards.
         file: at its start.
     """
-
-    def fill(nbytes: int) -> None:
-        tensor = next(tensors).contiguous().reshape(-1)
-        parts = list(bytes_of(tensor))
-        if sum(part.nbytes for part in parts) != nbytes:
-            raise ValueError(f"Expected {nbytes} bytes of a tensor, got {tensor.nbytes}.")
-        for part in parts:
-            file.write(part)
-
+    # All but the elements first: asked for under skip_data, values that `torch.load` reads would
+    # be skipped as well.
+    parts: list[bytes | int] = []
     with torch.serialization.skip_data():
-        torch.save(skeleton, _Recorder(fill, file.write))  # type: ignore[arg-type]
+        torch.save(skeleton, _Recorder(parts.append, parts.append))  # type: ignore[arg-type]
+    for part in parts:
+        if isinstance(part, bytes):
+            file.write(part)
+        else:
+            _write_elements(next(tensors), part, file)
+
+
+def _write_elements(tensor: torch.Tensor, nbytes: int, file: IO[bytes]) -> None:
+    if tensor.nbytes != nbytes:
+        raise ValueError(f"Expected {nbytes} bytes of a tensor, got {tensor.nbytes}.")
+    for part in bytes_of(tensor.contiguous().reshape(-1)):
+        file.write(part)

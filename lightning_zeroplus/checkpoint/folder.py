@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import re
@@ -18,10 +17,18 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_zeroplus.checkpoint.full import flush_folder
+from lightning_zeroplus.checkpoint.full import draft_of, flush_folder
 from lightning_zeroplus.checkpoint.manifest import MANIFEST
 
-__all__ = ["Folder", "LocalFolder", "RemoteFolder", "folder_at", "local_path", "remove_at"]
+__all__ = [
+    "Folder",
+    "LocalFolder",
+    "RemoteFolder",
+    "folder_at",
+    "local_path",
+    "remove_at",
+    "take_place",
+]
 
 
 class Folder(ABC):
@@ -52,6 +59,14 @@ class Folder(ABC):
         """Return the length of a file, or None."""
 
     @abstractmethod
+    def is_folder(self) -> bool:
+        """Return whether there is a folder at all."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of what is in it, sorted."""
+
+    @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         """Return bytes of a file as a buffer, mapped where that can be.
 
@@ -79,15 +94,14 @@ class LocalFolder(Folder):
         return str(self.path)
 
     def _draft(self, token: str) -> Path:
-        # Not `*.ckpt`: a half-written folder must never be taken for a checkpoint.
-        return self.path.with_name(f".{self.path.name}.{token}.tmp")
+        return draft_of(self.path, token)
 
     def prepare(self, token: str) -> None:
         """Make the draft; drafts of this name that a killed run has left are removed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = re.compile(rf"\.{re.escape(self.path.name)}\.[0-9a-f]{{32}}\.tmp")
+        ours = re.compile(draft_of(self.path, "[0-9a-f]{32}").name.replace(".", r"\."))
         for left in self.path.parent.iterdir():
-            if draft.fullmatch(left.name):
+            if ours.fullmatch(left.name):
                 remove_local(left)
         self._draft(token).mkdir()
 
@@ -99,14 +113,10 @@ class LocalFolder(Folder):
         """Put the draft in place of whatever has the name; a link is replaced."""
         draft = self._draft(token)
         flush_folder(draft)
-        if self.path.is_symlink():
-            self.path.unlink()
-        try:
+        if os.path.lexists(self.path):
+            take_place(draft, self.path)
+        else:
             draft.rename(self.path)
-        except OSError as error:
-            if error.errno not in {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}:
-                raise
-            _take_place(draft, self.path)
         flush_folder(self.path.parent)
 
     def abandon(self, token: str) -> None:
@@ -120,6 +130,14 @@ class LocalFolder(Folder):
             return (self.path / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def is_folder(self) -> bool:
+        """Return whether there is a folder at all."""
+        return self.path.is_dir()
+
+    def names(self) -> list[str]:
+        """Return the names of what is in it, sorted."""
+        return sorted(entry.name for entry in self.path.iterdir())
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         """Return a map of part of the file; it lasts as long as what is made of it."""
@@ -190,6 +208,14 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return None
 
+    def is_folder(self) -> bool:
+        """Return whether there is a folder at all."""
+        return bool(self._fs.isdir(self._root))
+
+    def names(self) -> list[str]:
+        """Return the names of what is in it, sorted."""
+        return sorted(found.rpartition("/")[2] for found in self._fs.ls(self._root, detail=False))
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         """Return bytes that were fetched."""
         return bytearray(self._fs.cat_file(self._at(name), start=start, end=stop))
@@ -242,7 +268,8 @@ def remove_local(path: Path) -> None:
         path.unlink()
 
 
-def _take_place(draft: Path, target: Path) -> None:
+def take_place(draft: Path, target: Path) -> None:
+    """Put ``draft`` in place of whatever has the name ``target``, and remove that. *Local.*"""
     if _exchange(draft, target):
         remove_local(draft)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pickle
 import shutil
@@ -15,7 +16,17 @@ import torch
 
 from lightning_zeroplus.errors import CheckpointError
 
-__all__ = ["flush_folder", "read_full", "remove_full", "write_full"]
+__all__ = ["draft_of", "flush_folder", "read_full", "remove_full", "write_full"]
+
+
+def draft_of(target: Path, token: str) -> Path:
+    """Return where ``target`` is written before it takes its name.
+
+    The target's name is no part of it: what is half-written must never be taken for a checkpoint,
+    and Lightning takes every name that contains ``hpc_ckpt_`` for one.
+    """
+    name = hashlib.sha256(target.name.encode()).hexdigest()[:16]
+    return target.with_name(f".zeroplus-{name}-{token}.tmp")
 
 
 def write_full(checkpoint: object, path: str | os.PathLike[str]) -> None:
@@ -27,8 +38,7 @@ def write_full(checkpoint: object, path: str | os.PathLike[str]) -> None:
         CheckpointError: the file cannot be written; what was at ``path`` is still there.
     """
     target = Path(path)
-    # Not `*.ckpt`: a half-written file must never be taken for a checkpoint.
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    draft = draft_of(target, uuid.uuid4().hex)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("xb") as file:

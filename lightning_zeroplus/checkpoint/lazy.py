@@ -5,9 +5,9 @@ Names of the same tensor share one `SavedTensor`, so what is tied in memory stay
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
@@ -21,6 +21,7 @@ from lightning_zeroplus.layout.box import Box, whole_box
 
 __all__ = [
     "Tell",
+    "byte_parts",
     "cast_tensors",
     "find_shared",
     "flat_bytes",
@@ -28,17 +29,22 @@ __all__ = [
     "save_lazily",
     "tell_reads",
     "tensors_in",
-    "write_sums",
 ]
 
 Tell = Callable[[int, int], None]
 """Is told how many bytes were read since the last time, and how many there are in all."""
 
 
+_PART_NUMEL = 2**20
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, SavedTensor)
+
+
 def is_dense(leaf: object) -> bool:
     """Return whether ``leaf`` is a tensor that is its elements, shape and dtype, and no more."""
     return (
         isinstance(leaf, torch.Tensor)
+        and type(leaf) in _PLAIN
         and leaf.layout is torch.strided
         and not leaf.is_quantized
         and not leaf.is_nested
@@ -94,28 +100,50 @@ def _map_tensors(tree: Any, change: Callable[[torch.Tensor], SavedTensor]) -> An
 
 def _box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     if isinstance(tensor, SavedTensor):
-        return tensor.read_box(box)
+        with _loading():
+            return tensor.read_box(box)
     return tensor.detach()[box.slices()].cpu()
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Have `torch.load` read elements while a file is streamed: `skip_data` is meant for it too."""
+    state = torch.serialization._serialization_tls
+    before, state.skip_data = state.skip_data, False
+    try:
+        yield
+    finally:
+        state.skip_data = before
 
 
 def cast_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
     """Return ``tree`` with floating-point tensors that are in ``dtype`` once they are read.
 
-    None leaves the dtypes as they are; views and device memory become tensors of their own either
-    way.
+    None leaves the dtypes as they are. Views and device memory become tensors of their own.
     """
 
     def cast(tensor: torch.Tensor) -> SavedTensor:
         to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return SavedTensor(tensor.shape, to, lambda box: _box_of(tensor, box).to(to))
+        return SavedTensor(tensor.shape, to, _Cast(tensor, to))
 
     return _map_tensors(tree, cast)
 
 
+class _Cast:
+    """Reads a box of a tensor in another dtype."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self.tensor, self.dtype = tensor, dtype
+
+    def __call__(self, box: Box) -> torch.Tensor:
+        return _box_of(self.tensor, box).to(self.dtype)
+
+
 def tell_reads(tree: Any, tell: Tell | None) -> Any:
-    """Return ``tree`` with tensors that ``tell`` their bytes when they are read first."""
-    if tell is None:
-        return tree
+    """Return ``tree`` with tensors that ``tell`` their bytes when they are read first.
+
+    Views and device memory become tensors of their own.
+    """
     total = 0
 
     def watch(tensor: torch.Tensor) -> SavedTensor:
@@ -125,7 +153,8 @@ def tell_reads(tree: Any, tell: Tell | None) -> Any:
 
         def fetch(box: Box) -> torch.Tensor:
             found = _box_of(tensor, box)
-            tell(left[0], total)
+            if tell is not None:
+                tell(left[0], total)
             left[0] = 0
             return found
 
@@ -136,15 +165,24 @@ def tell_reads(tree: Any, tell: Tell | None) -> Any:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements on the CPU, row-major, as bytes ``[nbytes]``; read now if in a file."""
-    found = _box_of(tensor, whole_box(tensor.shape)).contiguous().reshape(-1)
-    return found.view(torch.uint8) if found.numel() else found.new_empty(0, dtype=torch.uint8)
+    flat = _box_of(tensor, whole_box(tensor.shape)).contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def byte_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the same in parts; what is cast is cast part by part."""
+    cast = tensor._fetch if isinstance(tensor, SavedTensor) else None
+    source = cast.tensor if isinstance(cast, _Cast) else tensor
+    flat = _box_of(source, whole_box(source.shape)).contiguous().reshape(-1)
+    for part in torch.split(flat, _PART_NUMEL) if flat.numel() else ():
+        yield part.to(tensor.dtype).view(torch.uint8).numpy().data
 
 
 # -- one file
 
 
 def save_lazily(tree: Any, file: IO[bytes]) -> list[int]:
-    """Write what `torch.save` would for ``tree``; return what `write_sums` needs.
+    """Write what `torch.save` would for ``tree``; return the CRC-32 of each tensor's memory.
 
     A `SavedTensor` is read when its turn comes and forgotten afterwards, so they take memory for
     one. Any other object is written as it is.
@@ -162,21 +200,33 @@ def save_lazily(tree: Any, file: IO[bytes]) -> list[int]:
         return blanks[id(leaf)][1]
 
     sums: list[int] = []
+    failures: list[BaseException] = []
 
     def values() -> Iterator[torch.Tensor]:
         for storage in storages:
-            raw = (
-                flat_bytes(sources[storage._cdata])
-                if storage._cdata in sources
-                else torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
-            )
+            try:
+                raw = _bytes_behind(storage, sources.get(storage._cdata))
+            except BaseException as error:
+                failures.append(error)
+                raise
             sums.append(zlib.crc32(raw.numpy().data))
             yield raw
 
     skeleton = map_leaves(tree, blank)
     storages = _storages_in(skeleton)
-    save_streamed(skeleton, values(), file)
+    try:
+        save_streamed(skeleton, values(), file)
+    except RuntimeError:
+        if failures:  # torch reports that its archive is incomplete instead
+            raise failures[0] from None
+        raise
     return sums
+
+
+def _bytes_behind(storage: torch.UntypedStorage, source: SavedTensor | None) -> torch.Tensor:
+    if source is not None:
+        return flat_bytes(source)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu()
 
 
 def _storages_in(tree: Any) -> list[torch.UntypedStorage]:
@@ -187,40 +237,9 @@ def _storages_in(tree: Any) -> list[torch.UntypedStorage]:
         def persistent_id(self, obj: Any) -> Any:
             if not isinstance(obj, torch.storage.TypedStorage) and not torch.is_storage(obj):
                 return None
-            storage = getattr(obj, "_untyped_storage", obj)
+            storage: Any = getattr(obj, "_untyped_storage", obj)
             found.setdefault(storage._cdata, storage)
             return "storage"
 
     Collector(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL).dump(tree)
     return [storage for storage in found.values() if storage.nbytes()]
-
-
-_ENTRY, _ENTRY_SIGNATURE, _LOCAL_SIGNATURE = 46, b"PK\x01\x02", b"PK\x03\x04"
-
-
-def write_sums(file: IO[bytes], sums: list[int]) -> None:
-    """Give the archive in ``file``, open for both ways, the checksums of its tensors.
-
-    Args:
-        file: from `save_lazily`, which has no place for them while it writes.
-        sums: what it returned.
-    """
-    left = iter(sums)
-    with zipfile.ZipFile(file) as archive:
-        entries, place = archive.infolist(), archive.start_dir
-    for entry in entries:
-        file.seek(place)
-        head = file.read(_ENTRY)
-        if head[:4] != _ENTRY_SIGNATURE:
-            return
-        tensor = "/data/" in entry.filename and entry.file_size
-        for at, signature, field in (
-            (place, _ENTRY_SIGNATURE, 16),
-            (entry.header_offset, _LOCAL_SIGNATURE, 14),
-        ):
-            file.seek(at)
-            if tensor and file.read(4) == signature:
-                file.seek(at + field)
-                file.write(0 .to_bytes(4, "little"))
-        place += _ENTRY + sum(int.from_bytes(head[n : n + 2], "little") for n in (28, 30, 32))
-    del left

@@ -45,7 +45,12 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def find_damage(
-    folder: Folder, manifest: Manifest, *, rank: int = 0, world_size: int = 1
+    folder: Folder,
+    manifest: Manifest,
+    *,
+    check: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Iterator[str]:
     """Yield what is wrong with files, one text each, after reading this rank's share of blocks."""
     blocks = []
@@ -57,7 +62,7 @@ def find_damage(
             yield f"{name} has {nbytes} bytes instead of {sums.nbytes}"
         else:
             blocks += [(name, n) for n in range(len(sums.crc32))]
-    for name, n in blocks[rank::world_size]:
+    for name, n in blocks[rank::world_size] if check else ():
         sums = manifest.files[name]
         start = n * BLOCK_NBYTES
         stop = min(start + BLOCK_NBYTES, sums.nbytes)
@@ -78,13 +83,19 @@ def _crc32(folder: Folder, name: str, start: int, stop: int) -> int:
 
 
 def open_universal(
-    folder: Folder, *, weights_only: bool | None = None, rank: int = 0, world_size: int = 1
+    folder: Folder,
+    *,
+    weights_only: bool | None = None,
+    check: bool = True,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> dict[str, Any]:
     """Return what `save_universal` wrote; this rank checks its share of the files.
 
     Args:
         folder: holds a universal checkpoint.
         weights_only: as in `torch.load`, for Lightning's metadata; None: True.
+        check: compare checksums; else only that files are there and as long as they should be.
         rank: of this process among those that read together.
         world_size: how many do.
 
@@ -92,7 +103,7 @@ def open_universal(
         CheckpointError: a file is missing or damaged; all such are listed.
     """
     manifest = read_manifest(folder)
-    damage = list(find_damage(folder, manifest, rank=rank, world_size=world_size))
+    damage = list(find_damage(folder, manifest, check=check, rank=rank, world_size=world_size))
     if damage:
         raise CheckpointError(
             f"Expected the files that the manifest lists, got: {name_offenders(damage)} "
@@ -151,6 +162,12 @@ def _dtype_of(record: Record, folder: Folder) -> torch.dtype:
             f"Expected a dtype of torch {torch.__version__}, got {record.dtype!r} ({folder}). "
             f"Read it with the version of torch that wrote it."
         )
+    for saved in record.boxes:
+        if saved.body + saved.box.numel * dtype.itemsize > saved.stop:
+            raise CheckpointError(
+                f"Expected {saved.box.numel} elements of {dtype} in {saved.file}, got "
+                f"{saved.stop - saved.body} bytes ({folder}). Resume from another checkpoint."
+            )
     return dtype
 
 
@@ -276,10 +293,10 @@ def _foreign_value(folder: Folder, metadata: Metadata, key: str, entry: Any) -> 
                 f"Expected files of the checkpoint's folder, got {at.relative_path!r} ({folder}). "
                 f"Do not load files from where you do not trust."
             )
-        raw = folder.read(at.relative_path, at.offset, at.offset + at.length)
         try:
+            raw = folder.read(at.relative_path, at.offset, at.offset + at.length)
             return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
             raise _damaged(folder, f"{key} in {at.relative_path}", error) from error
 
     if not isinstance(entry, TensorStorageMetadata):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,16 +53,20 @@ class TensorRecord:
     boxes: list[SavedBox] = field(default_factory=list)
 
     @classmethod
-    def parse(cls, dtype: str, shape: list[int], boxes: list[list[Any]]) -> TensorRecord:
-        """Return the record of which the parts are given as plain lists."""
-        return cls(
-            str(dtype),
-            tuple(int(size) for size in shape),
-            [
-                SavedBox(str(file), int(start), int(stop), int(body), Box(tuple(at), tuple(sizes)))
-                for file, start, stop, body, at, sizes in boxes
-            ],
-        )
+    def parse(cls, row: Any) -> TensorRecord:
+        """Return the record of which the parts are given as plain lists.
+
+        Raises:
+            TypeError: of other kinds than they should be.
+            ValueError: of other lengths, or numbers that no tensor has.
+        """
+        dtype, shape, boxes = _items(row, 3)
+        record = cls(_text(dtype), _numbers(shape))
+        for file, start, stop, body, at, sizes in (_items(box, 6) for box in _list(boxes)):
+            box = Box(_numbers(at), _numbers(sizes))
+            place = _number(start), _number(stop), _number(body)
+            record.boxes.append(SavedBox(_text(file), *place, box))
+        return record
 
 
 class FileSums(NamedTuple):
@@ -69,6 +74,12 @@ class FileSums(NamedTuple):
 
     nbytes: int
     crc32: list[int]
+
+    @classmethod
+    def parse(cls, row: Any) -> FileSums:
+        """Return the sums of which the parts are given as plain lists; raises like its sibling."""
+        nbytes, crc32 = _items(row, 2)
+        return cls(_number(nbytes), [_number(value) for value in _list(crc32)])
 
 
 @dataclass
@@ -111,28 +122,29 @@ class Manifest:
             first, body, last = raw.split(b"\n", 2)
             sound = first + b"\n" == _first_line(body) and last == b"}\n"
             content = json.loads(body) if sound else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             content = {}
-        if content.get("format") != FORMAT:
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(
                 f"Expected a whole manifest, got one that is damaged ({where}). "
                 f"Resume from another checkpoint."
             )
-        if content["version"] > VERSION:
-            raise CheckpointError(
-                f"Expected a manifest of version {VERSION} at most, got version "
-                f"{content['version']} ({where}). Update lightning-zeroplus."
-            )
         try:
+            version = _number(content["version"])
+            if version > VERSION:
+                raise CheckpointError(
+                    f"Expected a manifest of version {VERSION} at most, got version {version} "
+                    f"({where}). Update lightning-zeroplus."
+                )
             manifest = cls(
-                tensors={key: TensorRecord.parse(*row) for key, row in content["tensors"].items()},
-                files={name: FileSums(*row) for name, row in content["files"].items()},
-                facts=dict(content["facts"]),
+                tensors={k: TensorRecord.parse(row) for k, row in _table(content["tensors"])},
+                files={name: FileSums.parse(row) for name, row in _table(content["files"])},
+                facts=dict(_table(content["facts"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"Expected a manifest of this format, got {error!r} ({where}). "
-                f"Resume from another checkpoint."
+                f"Expected a manifest of this format, got {type(error).__name__}: {error} "
+                f"({where}). Resume from another checkpoint."
             ) from error
         manifest.refuse_nonsense(where)
         return manifest
@@ -164,6 +176,43 @@ class Manifest:
                 f"Expected complete tensors in a manifest, got {name_offenders(bad)} ({where}). "
                 f"Resume from another checkpoint."
             )
+
+
+def _table(value: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} where a table should be")
+    return value.items()
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"a {type(value).__name__} where a list should be")
+    return list(value)
+
+
+def _items(value: Any, count: int) -> list[Any]:
+    items = _list(value)
+    if len(items) != count:
+        raise ValueError(f"{len(items)} entries where {count} should be")
+    return items
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a text should be")
+    return value
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"a {type(value).__name__} where a whole number should be")
+    if not 0 <= value < 2**63:
+        raise ValueError(f"{value} where a size should be")
+    return value
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    return tuple(_number(item) for item in _list(value))
 
 
 def _first_line(body: bytes) -> bytes:

@@ -35,7 +35,7 @@ def form_of(path: str | os.PathLike[str], options: dict[str, Any] | None = None)
     if folder.nbytes_of(METADATA) is not None:
         return "dcp"
     if local is None:
-        return "file"
+        return "" if folder.is_folder() else "file"
     from lightning_zeroplus.checkpoint.deepspeed import detect_deepspeed
 
     return "deepspeed" if detect_deepspeed(local) else ""
@@ -46,6 +46,7 @@ def read_checkpoint(
     *,
     weights_only: bool | None = None,
     map_location: Any = "cpu",
+    check: bool = True,
     rank: int = 0,
     world_size: int = 1,
 ) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def read_checkpoint(
         path: a local path, or one that fsspec reaches.
         weights_only: as in `torch.load`.
         map_location: for tensors of single files.
+        check: compare checksums, where the form has them.
         rank: of this process among ``world_size`` that read together: each checks its share.
         world_size: how many read together.
 
@@ -69,7 +71,9 @@ def read_checkpoint(
     form = form_of(path)
     folder = folder_at(path)
     if form == "universal":
-        return open_universal(folder, weights_only=weights_only, rank=rank, world_size=world_size)
+        return open_universal(
+            folder, weights_only=weights_only, check=check, rank=rank, world_size=world_size
+        )
     if form == "dcp":
         return open_dcp(folder, weights_only=weights_only)
     if form == "deepspeed":
@@ -94,8 +98,7 @@ _HINT = (
 
 
 def _describe(folder: Folder) -> str:
-    local = local_path(str(folder))
-    names = [] if local is None else sorted(entry.name for entry in local.iterdir())
+    names = folder.names()
     if not names:
         return "an empty folder"
     if META in names or any(name.endswith(".distcp") for name in names):

@@ -175,7 +175,9 @@ class _Save:
         """Return what this rank writes of the tensors that the first rank, or all, have."""
         first = offers[0]["replicated"]
         common = {
-            k for k, row in first.items() if all(o["replicated"].get(k) == row for o in offers)
+            key
+            for key, row in first.items()
+            if row[3] is not None and all(o["replicated"].get(key) == row for o in offers)
         }
         load = [0] * len(offers)
         load[0] = sum(row[2] for key, row in first.items() if key not in common)
@@ -207,8 +209,8 @@ class _Save:
         places: dict[str, Path] = {}
         files: dict[str, FileSums] = {}
         for row in written:
-            for key, (dtype, shape, boxes) in row["records"].items():
-                record = TensorRecord.parse(dtype, shape, boxes)
+            for key, packed in row["records"].items():
+                record = TensorRecord.parse(packed)
                 known = tensors.setdefault(key, TensorRecord(record.dtype, record.shape))
                 if (known.dtype, known.shape) != (record.dtype, record.shape):
                     raise CheckpointError(
@@ -217,7 +219,7 @@ class _Save:
                     )
                 known.boxes.extend(record.boxes)
             places.update({key: tuple(place) for key, place in row["places"].items()})
-            files.update({name: FileSums(*sums) for name, sums in row["sums"].items()})
+            files.update({name: FileSums.parse(sums) for name, sums in row["sums"].items()})
         for key, place, of in (alias for row in written for alias in row["aliases"]):
             tensors[key], places[key] = tensors[of], tuple(place)
         facts = {"world_size": self._group.world_size, **self._checkpoint.facts}

@@ -106,6 +106,11 @@ class ShardedCheckpoint:
         yield from (piece.local for piece in self.pieces)
         yield from (tensor for _, tensor in self.replicated.values())
 
+    def forget_tensors(self) -> None:
+        """Let go of memory that is not needed once this is written."""
+        self.pieces.clear()
+        self.replicated.clear()
+
     def snapshot(self) -> ShardedCheckpoint:
         """Return the same in host memory of its own, so that training can go on."""
         copies: dict[int, torch.Tensor] = {}

@@ -6,10 +6,11 @@ stored. Marks are plain dictionaries, so a skeleton loads with ``weights_only=Tr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Path", "join_key", "key_of_mark", "map_leaves", "mark", "set_at"]
+__all__ = ["Path", "free_key", "join_key", "key_of_mark", "map_leaves", "mark", "set_at"]
 
 Path = tuple[str | int, ...]
 
@@ -53,6 +54,15 @@ def join_key(path: Path) -> tuple[str, tuple[str | int, ...]]:
     else:
         place = (_PREFIXES.get(str(path[0]), path[0]), *path[1:])
     return ".".join(map(str, place)), place
+
+
+def free_key(key: str) -> str:
+    """Return a first part of paths that no weight and no optimizer has.
+
+    >>> free_key("callbacks"), free_key("model")
+    ('callbacks', 'other.model')
+    """
+    return f"other.{key}" if re.fullmatch(r"model|optimizer_\d+", key) else key
 
 
 def map_leaves(tree: Any, change: Callable[[Path, Any], Any], at: Path = ()) -> Any:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
-from lightning_zeroplus.cli.demo import DemoError, run_demo
+from lightning_zeroplus.cli.checkpoint import add_checkpoint_command, run_checkpoint
+from lightning_zeroplus.cli.demo import run_demo
+from lightning_zeroplus.errors import ZeroPlusError
 
 __all__ = ["main"]
 
@@ -25,17 +27,19 @@ def build_parser() -> ArgumentParser:
     )
     demo.add_function_arguments(run_demo)
     commands.add_subcommand("demo", demo, help="train, save, resume and measure a small GPT")
+    add_checkpoint_command(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command and return the exit status: 0 when it did what it says."""
-    parser = build_parser()
-    chosen = parser.parse_args(argv)
+    chosen = build_parser().parse_args(argv)
     try:
+        if chosen.subcommand == "checkpoint":
+            return run_checkpoint(chosen.checkpoint)
         run_demo(**chosen.demo.as_dict())
-    except DemoError as error:
-        print(f"zeroplus demo: {error}", file=sys.stderr)
+    except (ZeroPlusError, OSError) as error:
+        print(f"zeroplus {chosen.subcommand}: {error}", file=sys.stderr)
         return 1
     return 0
 

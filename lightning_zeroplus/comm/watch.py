@@ -62,6 +62,7 @@ class Watch:
         self._beat = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self.publish()  # at once: a peer that dies soon must be known to have been here
         interval = self._interval_s = max(0.05, min(_BEAT_S, timeout_s / 10))
         self._thread = threading.Thread(
             target=_beat, args=(weakref.ref(self), self._stop, interval), daemon=True

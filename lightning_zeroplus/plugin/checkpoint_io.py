@@ -22,6 +22,7 @@ from lightning_zeroplus.checkpoint import (
     save_universal,
     write_full,
 )
+from lightning_zeroplus.errors import CheckpointError
 
 __all__ = ["PendingSave", "ZeroPlusCheckpointIO", "innermost", "is_async"]
 
@@ -42,6 +43,7 @@ class PendingSave:
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._obsolete: list[_PATH] = []
+        self._expired = False
 
     def __getitem__(self, key: str) -> Any:
         return self._sharded.rest[key]
@@ -72,13 +74,27 @@ class PendingSave:
             self._obsolete.append(path)
             return True
 
+    def expire(self) -> None:
+        """Refuse to be written from now on: training goes on with what it is made of."""
+        self._expired = True
+
     def write(self, path: _PATH, options: dict[str, Any] | None) -> None:
-        """Write it; collective over its group."""
+        """Write it; collective over its group.
+
+        Raises:
+            CheckpointError: it cannot be written, or not any more.
+        """
+        if self._expired:
+            raise CheckpointError(
+                f"Expected a CheckpointIO that writes before it returns, got a later write "
+                f"({path}). Save in the background with Lightning's AsyncCheckpointIO."
+            )
         written = False
         try:
             save_universal(self._sharded, folder_at(path, options), self._group)
             written = True
         finally:
+            self._sharded.forget_tensors()
             with self._lock:
                 self._finished.set()
         if written:

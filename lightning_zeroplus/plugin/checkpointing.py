@@ -67,13 +67,14 @@ class CheckpointingStrategy(SavingStrategy):
         all_read = self.reduce_boolean_decision(failure is None)
         if all_read:
             return checkpoint
-        mine = "" if failure is None else f"{type(failure).__name__}: {failure} (rank {{}})"
-        reasons = [self.broadcast(mine.format(n), src=n) for n in range(self.world_size)]
+        mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        reasons = [self.broadcast(mine, src=n) for n in range(self.world_size)]
         if failure is not None:
             raise failure
+        first = next(f"{reason} (rank {n})" for n, reason in enumerate(reasons) if reason)
         raise CheckpointError(
-            f"Expected every rank to read a checkpoint, got a failure on a peer: "
-            f"{next(filter(None, reasons))}. The path must be reachable from every machine."
+            f"Expected every rank to read a checkpoint, got a failure on a peer: {first}. "
+            f"The path must be reachable from every machine."
         )
 
     def _read(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
@@ -112,7 +113,13 @@ class CheckpointingStrategy(SavingStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load each optimizer's full state; every rank keeps its spans of it."""
         engine = self._optimizer_engine
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"Expected the states of {len(self.optimizers)} optimizers in the checkpoint, got "
+                f"{len(states)}. Make the optimizers as the run did that wrote it."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             if engine is None or not owns_parameters(optimizer):
                 optimizer.load_state_dict(read_whole(state))
                 _optimizer_to_device(optimizer, self.root_device)

@@ -166,12 +166,17 @@ class SavingStrategy(DDPStrategy):
         if background:
             self._wait_for_save()  # one copy of the state in memory is enough
             sharded = sharded.snapshot()
-        self._pending = PendingSave(sharded, group)
-        self.checkpoint_io.save_checkpoint(
-            self._pending,  # type: ignore[arg-type]  # ours knows it, wrappers hand it on
-            filepath,
-            storage_options=storage_options,
-        )
+        pending = PendingSave(sharded, group)
+        self._pending = pending if background else None
+        try:
+            self.checkpoint_io.save_checkpoint(
+                pending,  # type: ignore[arg-type]  # ours knows it, wrappers hand it on
+                filepath,
+                storage_options=storage_options,
+            )
+        finally:
+            if not background:
+                pending.expire()
         if not self._told_how_to_load:
             self._told_how_to_load = True
             rank_zero_info(

@@ -10,7 +10,6 @@ and what is written still is the master weight.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_zeroplus.checkpoint import (
     Piece,
     ShardedCheckpoint,
     TreePath,
+    free_key,
     join_key,
     map_leaves,
     mark,
@@ -115,14 +115,9 @@ def shard_checkpoint(
             }
         else:
             sharded.rest[key] = map_leaves(
-                value, lambda path, leaf: place(path, leaf, inline=True), (_free(key),)
+                value, lambda path, leaf: place(path, leaf, inline=True), (free_key(key),)
             )
     return sharded
-
-
-def _free(key: str) -> str:
-    """Return a first part of keys that no weight and no optimizer has."""
-    return f"other.{key}" if re.fullmatch(r"model|optimizer_\d+", key) else key
 
 
 def _optimizer(sharded: ShardedCheckpoint, number: int, saved: Any, place: Any) -> Any:

@@ -15,7 +15,13 @@ import pytest
 import lightning_zeroplus
 from lightning_zeroplus import ZeroPlusStrategy, config, errors, zero
 
-PACKAGE = ["ZeroPlusCheckpointIO", "ZeroPlusStrategy", "__version__"]
+PACKAGE = [
+    "ZeroPlusCheckpointIO",
+    "ZeroPlusStrategy",
+    "__version__",
+    "consolidate",
+    "load_from_checkpoint",
+]
 
 ENGINE = ["Engine", "MemoryReport", "shard"]
 

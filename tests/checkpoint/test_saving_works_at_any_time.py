@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from tests.checkpoint.reading import FORMATS, numbered, read
 from tests.dist_pool import RankPool
 from tests.plugin.scenes import Net, close, data, make_trainer
 
@@ -42,18 +43,21 @@ NAMES = ["midway", "weights", "in validation", "after fit", "after test"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_moment_saves_what_ddp_saves(pair: RankPool, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_moment_saves_what_ddp_saves(
+    pair: RankPool, tmp_path: Path, form: str, stage: int
+) -> None:
     pair.run(save_everywhere, "ddp", tmp_path / "theirs")
-    pair.run(save_everywhere, {"stage": stage}, tmp_path / "ours")
+    pair.run(save_everywhere, {"stage": stage, "save_format": form}, tmp_path / "ours")
     for name in NAMES:
-        ours = torch.load(tmp_path / "ours" / f"{name}.ckpt")
+        ours = read(tmp_path / "ours" / f"{name}.ckpt")
         theirs = torch.load(tmp_path / "theirs" / f"{name}.ckpt")
         close(ours["state_dict"], theirs["state_dict"])
         assert ("optimizer_states" in ours) == (name != "weights")
         if name != "weights":
             torch.testing.assert_close(
-                ours["optimizer_states"][0]["state"],
-                theirs["optimizer_states"][0]["state"],
+                numbered(ours["optimizer_states"][0]),
+                numbered(theirs["optimizer_states"][0]),
                 rtol=1e-5,
                 atol=1e-6,
             )
@@ -74,26 +78,27 @@ def rotate(rank: int, world: int, strategy: Any, folder: Path, last: Any) -> Any
     trainer.fit(Net(lr=0.1), data(), data(seed=1))
     trainer.test(ckpt_path="best", dataloaders=data(seed=1), verbose=False)
     return {
-        "best": float(
-            torch.load(best.best_model_path)["callbacks"][best.state_key]["best_model_score"]
-        ),
+        "best": float(read(best.best_model_path)["callbacks"][best.state_key]["best_model_score"]),
         "files": sorted(p.name for p in folder.iterdir()),
         "tested": float(trainer.callback_metrics["test_loss"]),
-        "last": str(torch.load(folder / "last.ckpt")["global_step"]),
+        "last": str(read(folder / "last.ckpt")["global_step"]),
+        "link": (folder / "last.ckpt").is_symlink(),
     }
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("last", [True, "link"])
+@pytest.mark.parametrize("form", FORMATS)
 def test_best_and_last_rotate_as_under_ddp(
-    pair: RankPool, tmp_path: Path, stage: int, last: Any
+    pair: RankPool, tmp_path: Path, form: str, stage: int, last: Any
 ) -> None:
     theirs = pair.run(rotate, "ddp", tmp_path / "theirs", last)[0]
-    ours = pair.run(rotate, {"stage": stage}, tmp_path / "ours", last)[0]
+    settings = {"stage": stage, "save_format": form}
+    ours = pair.run(rotate, settings, tmp_path / "ours", last)[0]
     assert ours["files"] == theirs["files"]
     assert ours["best"] == pytest.approx(theirs["best"], rel=1e-5)
     assert ours["tested"] == pytest.approx(theirs["tested"], rel=1e-5)
-    assert ours["last"] == theirs["last"]
+    assert (ours["last"], ours["link"]) == (theirs["last"], theirs["link"])
 
 
 class Edits(Net):
@@ -116,32 +121,20 @@ def edit(rank: int, world: int, strategy: Any, path: Path) -> Any:
     trainer.save_checkpoint(path)
     module = Edits()
     make_trainer(strategy, world, max_epochs=1).validate(module, data(), path, verbose=False)
-    return module.got, module.first.bias.detach(), sorted(torch.load(path)["state_dict"])
+    return module.got, module.first.bias.detach(), sorted(read(path)["state_dict"])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("form", FORMATS)
 def test_hooks_may_edit_what_is_saved_and_loaded(
-    pair: RankPool, tmp_path: Path, stage: int
+    pair: RankPool, tmp_path: Path, form: str, stage: int
 ) -> None:
-    for got, bias, names in pair.run(edit, {"stage": stage}, tmp_path / "x.ckpt"):
+    settings = {"stage": stage, "save_format": form}
+    for got, bias, names in pair.run(edit, settings, tmp_path / "x.ckpt"):
         assert torch.equal(got, torch.ones(3))
         assert torch.equal(bias, torch.full((11,), 7.0))
         assert "extra" in names
         assert "first.bias" not in names
-
-
-def with_ema(rank: int, world: int, strategy: Any, path: Path, resume: bool) -> Any:
-    trainer = make_trainer(
-        strategy,
-        world,
-        callbacks=lambda: [EMAWeightAveraging(decay=0.7)],
-        max_epochs=2 if resume else 1,
-    )
-    module = Net(seed=5 if resume else 1)
-    trainer.fit(module, data(), data(seed=1), ckpt_path=path if resume else None)
-    if not resume:
-        trainer.save_checkpoint(path)
-    return {n: w.detach() for n, w in module.state_dict().items()}
 
 
 class SavesAtEnd(Callback):
@@ -166,12 +159,14 @@ def ema_run(rank: int, world: int, strategy: Any, path: Path, resume: bool) -> A
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_averaged_weights_resume(pair: RankPool, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_averaged_weights_resume(pair: RankPool, tmp_path: Path, form: str, stage: int) -> None:
     path = tmp_path / "ema.ckpt"
-    straight = pair.run(ema_run, {"stage": stage}, path, False)
-    keys = torch.load(path).keys()
+    settings = {"stage": stage, "save_format": form}
+    straight = pair.run(ema_run, settings, path, False)
+    keys = read(path).keys()
     assert {"current_model_state", "averaging_state"} <= set(keys)
-    resumed = pair.run(ema_run, {"stage": stage}, path, True)
+    resumed = pair.run(ema_run, settings, path, True)
     close(resumed[0], straight[0])
     close(straight[0], pair.run(ema_run, "ddp", tmp_path / "ddp.ckpt", False)[0])
 
@@ -183,10 +178,12 @@ def asynchronously(rank: int, world: int, strategy: Any, path: Path) -> None:
     trainer.strategy.checkpoint_io.teardown()
 
 
-def test_a_wrapping_io_writes_our_files(pair: RankPool, tmp_path: Path) -> None:
-    pair.run(asynchronously, {"stage": 3}, tmp_path / "ours.ckpt")
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_wrapping_io_keeps_the_form(pair: RankPool, tmp_path: Path, form: str) -> None:
+    pair.run(asynchronously, {"stage": 3, "save_format": form}, tmp_path / "ours.ckpt")
     pair.run(asynchronously, "ddp", tmp_path / "theirs.ckpt")
+    assert (tmp_path / "ours.ckpt").is_dir() == (form == "universal")
     close(
-        torch.load(tmp_path / "ours.ckpt")["state_dict"],
+        read(tmp_path / "ours.ckpt")["state_dict"],
         torch.load(tmp_path / "theirs.ckpt")["state_dict"],
     )

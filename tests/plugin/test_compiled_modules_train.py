@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.reading import FORMATS, read
 from tests.dist_pool import RankPool
 from tests.plugin.scenes import Net, close, data, make_trainer, weights_of
 
@@ -28,13 +29,14 @@ def train(rank: int, world: int, strategy: Any, model: Any, path: Path | None) -
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("form", FORMATS)
 def test_compiled_parts_train_and_are_saved_under_plain_names(
-    pair: RankPool, tmp_path: Path, stage: int
+    pair: RankPool, tmp_path: Path, form: str, stage: int
 ) -> None:
     path = tmp_path / "x.ckpt"
-    got = pair.run(train, {"stage": stage}, CompiledParts, path)
+    got = pair.run(train, {"stage": stage, "save_format": form}, CompiledParts, path)
     wanted = pair.run(train, "ddp", Net, None)[0]
-    state = torch.load(path)["state_dict"]
+    state = read(path)["state_dict"]
     close(state, wanted)
     assert "first._orig_mod.weight" in got[0]
     for loaded in pair.run(load, {"stage": stage}, path):

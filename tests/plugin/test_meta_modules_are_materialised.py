@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.reading import FORMATS
 from tests.dist_pool import RankPool
 from tests.plugin.scenes import Net, close, data, fit, make_trainer, seed_everything, weights_of
 
@@ -67,9 +68,13 @@ def test_empty_init_makes_meta_tensors_that_train(pair: RankPool, stage: int) ->
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_empty_modules_take_their_checkpoint(pair: RankPool, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_empty_modules_take_their_checkpoint(
+    pair: RankPool, tmp_path: Path, form: str, stage: int
+) -> None:
     path = tmp_path / "x.ckpt"
-    saved = pair.run(fit, {"stage": stage}, {"max_epochs": 1}, Net, {}, None, path)
+    settings = {"stage": stage, "save_format": form}
+    saved = pair.run(fit, settings, {"max_epochs": 1}, Net, {}, None, path)
     got = pair.run(evaluate_empty, stage, path)
     for rank in got:
         close(rank, saved[0]["weights"])

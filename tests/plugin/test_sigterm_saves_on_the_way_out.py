@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
+from tests.checkpoint.reading import read
 from tests.dist_pool import RankPool
 from tests.plugin.scenes import Net, data, fit, make_trainer, seed_everything
 
@@ -24,12 +25,12 @@ class Terminated(Net):
         return super().training_step(batch, batch_idx)
 
 
-def run(rank: int, world: int, stage: int, folder: Path) -> tuple[str, int]:
+def run(rank: int, world: int, settings: dict[str, Any], folder: Path) -> tuple[str, int]:
     def callbacks() -> list[Callback]:
         return [OnExceptionCheckpoint(folder, "last")]
 
     seed_everything(5, verbose=False)
-    trainer = make_trainer({"stage": stage}, world, callbacks=callbacks)
+    trainer = make_trainer(settings, world, callbacks=callbacks)
     try:
         trainer.fit(Terminated(), data(), ckpt_path=None)
     except BaseException as error:
@@ -37,12 +38,21 @@ def run(rank: int, world: int, stage: int, folder: Path) -> tuple[str, int]:
     return "ended", 0
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
-def test_all_ranks_stop_and_the_run_can_be_resumed(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "stage"),
+    [
+        ("universal", 3),
+        ("full", 3),
+        pytest.param("universal", 1, marks=pytest.mark.full),
+        pytest.param("full", 1, marks=pytest.mark.full),
+    ],
+)
+def test_all_ranks_stop_and_the_run_can_be_resumed(tmp_path: Path, form: str, stage: int) -> None:
+    settings = {"stage": stage, "save_format": form}
     with RankPool(2) as pool:
-        assert pool.run(run, stage, tmp_path) == [("SIGTERMException", 3)] * 2
+        assert pool.run(run, settings, tmp_path) == [("SIGTERMException", 3)] * 2
     path = tmp_path / "last.ckpt"
-    assert torch.load(path)["global_step"] == 3
+    assert read(path)["global_step"] == 3
     with RankPool(2) as pool:
-        resumed = pool.run(fit, {"stage": stage}, {"max_epochs": 1}, Net, {"seed": 2}, path)
+        resumed = pool.run(fit, settings, {"max_epochs": 1}, Net, {"seed": 2}, path)
         assert resumed[0]["steps"] == 6
