@@ -23,7 +23,7 @@ PACKAGE = [
     "load_from_checkpoint",
 ]
 
-ENGINE = ["Engine", "MemoryReport", "shard"]
+ENGINE = ["Engine", "MemoryReport", "OwnSpan", "SpanTensor", "own_part", "shard"]
 
 ERRORS = [
     "CheckpointError",
