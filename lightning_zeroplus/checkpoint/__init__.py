@@ -13,7 +13,7 @@ from lightning_zeroplus.checkpoint.full import read_full, remove_full, write_ful
 from lightning_zeroplus.checkpoint.lazy import Tell
 from lightning_zeroplus.checkpoint.names import align_names, find_mismatches, plain_name
 from lightning_zeroplus.checkpoint.read import form_of, read_checkpoint
-from lightning_zeroplus.checkpoint.save import Group, Solo, save_universal
+from lightning_zeroplus.checkpoint.save import Group, Solo, pack, save_universal, unpack
 from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor, read_whole
 from lightning_zeroplus.checkpoint.sharded import Piece, ShardedCheckpoint
 from lightning_zeroplus.checkpoint.tree import Path as TreePath
@@ -45,6 +45,7 @@ __all__ = [
     "local_path",
     "map_leaves",
     "mark",
+    "pack",
     "plain_name",
     "read_checkpoint",
     "read_full",
@@ -52,6 +53,7 @@ __all__ = [
     "remove_at",
     "remove_full",
     "save_universal",
+    "unpack",
     "verify_checkpoint",
     "write_full",
 ]

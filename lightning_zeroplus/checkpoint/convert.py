@@ -150,7 +150,7 @@ def _write_universal(source: Source, target: str | os.PathLike[str], tell: Tell 
         "torch": source.facts.get("torch", torch.__version__),
         "lightning_zeroplus": version("lightning-zeroplus"),
     }
-    sharded = ShardedCheckpoint({}, facts, of_ranks=source.of_ranks)
+    sharded = ShardedCheckpoint({}, facts)
     for key, value in checkpoint.items():
         if key == "state_dict":
             sharded.rest[key] = _take_weights(sharded, value, source.shared)

@@ -158,7 +158,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def byte_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the same in parts; what is cast is cast part by part."""
-    cast = tensor._fetch if isinstance(tensor, SavedTensor) else None
+    cast = tensor._source._fetch if isinstance(tensor, SavedTensor) else None
     source = cast.tensor if isinstance(cast, _Cast) else tensor
     flat = _box_of(source, whole_box(source.shape)).contiguous().reshape(-1)
     for part in torch.split(flat, _PART_NUMEL) if flat.numel() else ():

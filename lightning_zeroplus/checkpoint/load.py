@@ -123,7 +123,7 @@ def open_universal(
         return leaf if key is None else saved[key]
 
     checkpoint: dict[str, Any] = map_leaves({**meta, **ours}, restore)
-    checkpoint[OURS] = {"of_ranks": checkpoint.pop("of_ranks"), "facts": manifest.facts}
+    checkpoint[OURS] = {"facts": manifest.facts}
     return checkpoint
 
 

@@ -168,7 +168,6 @@ class _Save:
             "sums": sums,
             "aliases": [[k, list(at), of] for k, (at, of) in self._checkpoint.aliases.items()],
             "leaves": [[list(path), value] for path, value in self._checkpoint.leaves],
-            "of_rank": self._checkpoint.of_rank,
         }
 
     def _share(self, offers: list[dict[str, Any]]) -> list[Piece]:
@@ -233,8 +232,6 @@ class _Save:
         ours: dict[str, Any] = {
             key: rest.pop(key) for key in ("state_dict", "optimizer_states") if key in rest
         }
-        copied = self._checkpoint.of_ranks
-        ours["of_ranks"] = [row["of_rank"] for row in written] if copied is None else copied
         return {**rest, OURS: ours}
 
     def _write_file(self, name: str, raw: bytes) -> FileSums:

@@ -24,8 +24,35 @@ Fill = Callable[[Box, torch.Tensor], None]
 """Writes the elements of a box into a tensor of its shape on the CPU, of whatever dtype."""
 
 
+class _Source:
+    """Where the elements are: in a file, or in memory once somebody has written to them."""
+
+    def __init__(self, shape: Sequence[int], fetch: Fetch, fill: Fill | None) -> None:
+        self._shape = tuple(shape)
+        self._fetch = fetch
+        self._fill = fill
+        self._memory: torch.Tensor | None = None
+
+    def hold(self) -> torch.Tensor:
+        """Return memory with all elements, that is read from now on."""
+        if self._memory is None:
+            self._memory = self._fetch(whole_box(self._shape)).clone()
+        return self._memory
+
+    def fetch(self, box: Box) -> torch.Tensor:
+        return self._fetch(box) if self._memory is None else self._memory[box.slices()]
+
+    def fill(self, box: Box, out: torch.Tensor) -> None:
+        if self._memory is None and self._fill is not None and out.device.type == "cpu":
+            self._fill(box, out.detach())
+        else:
+            out.detach().copy_(self.fetch(box))
+
+
 class SavedTensor(torch.Tensor):
     """A tensor on the CPU whose elements are still in a checkpoint. *Local.*
+
+    What is written to it, or to a view of it, is kept in memory; the checkpoint stays as it is.
 
     Args:
         shape: of the tensor.
@@ -34,8 +61,7 @@ class SavedTensor(torch.Tensor):
         fill: reads a box into memory that is there; None: by way of ``fetch``.
     """
 
-    _fetch: Fetch
-    _fill: Fill | None
+    _source: _Source
 
     @staticmethod
     def __new__(
@@ -50,25 +76,21 @@ class SavedTensor(torch.Tensor):
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, fetch: Fetch, fill: Fill | None = None
     ) -> None:
-        self._fetch = fetch
-        self._fill = fill
+        self._source = _Source(shape, fetch, fill)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def read(self) -> torch.Tensor:
         """Return the full tensor; it may share memory with a mapped file, so do not write to it."""
-        return self._fetch(whole_box(self.shape))
+        return self._source.fetch(whole_box(self.shape))
 
     def read_box(self, box: Box) -> torch.Tensor:
         """Return the elements of ``box``, in its shape; likewise."""
-        return self._fetch(box)
+        return self._source.fetch(box)
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
         """Write the elements of ``box`` into ``out``, of its shape and any dtype and device."""
-        if self._fill is not None and out.device.type == "cpu":
-            self._fill(box, out.detach())
-        else:
-            out.detach().copy_(self._fetch(box))
+        self._source.fill(box, out)
 
     def read_span(
         self, span: Span, stride: Sequence[int], out: torch.Tensor | None = None
@@ -99,13 +121,25 @@ class SavedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            source = args[0]
-            return SavedTensor(source.shape, source.dtype, source._fetch, source._fill)
+            return args[0]._alias()
         if func is torch.ops.aten.copy_.default and _is_plain(args[0], args[1]):
             args[1].read_into(whole_box(args[1].shape), args[0])
             return args[0]
+        schema = func._schema
+        if schema.is_mutable or any(value.alias_info is not None for value in schema.returns):
+            # Writes, now or through the view that comes of it, must be found again.
+            held = tree_map_only(SavedTensor, _hold, (args, kwargs or {}))
+            found = func(*held[0], **held[1])
+            first = args[0] if args else None
+            return first if isinstance(first, SavedTensor) and found is held[0][0] else found
         args, kwargs = tree_map_only(SavedTensor, SavedTensor._copy, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _alias(self) -> SavedTensor:
+        source = self._source
+        made = SavedTensor(self.shape, self.dtype, source._fetch, source._fill)
+        made._source = source
+        return made
 
     def _copy(self) -> torch.Tensor:
         """Return the full tensor in memory of its own: an operation may write to it."""
@@ -121,19 +155,23 @@ class SavedTensor(torch.Tensor):
         return self._copy().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the full tensor as an array."""
-        return self._copy().numpy(force=force)
+        """Return the full tensor as an array; writes to it are kept."""
+        return self._source.hold().numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the full tensor as lists."""
         return self.read().tolist()
 
     def __array__(self, dtype: Any = None) -> Any:
-        return self._copy().__array__(dtype)  # type: ignore[no-untyped-call]
+        return self._source.hold().__array__(dtype)  # type: ignore[no-untyped-call]
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return memory with a copy of the full tensor."""
-        return self._copy().untyped_storage()
+        """Return memory with the full tensor; writes to it are kept."""
+        return self._source.hold().untyped_storage()
+
+
+def _hold(tensor: SavedTensor) -> torch.Tensor:
+    return tensor._source.hold()
 
 
 def _is_plain(target: object, source: object) -> bool:

@@ -77,12 +77,6 @@ class ShardedCheckpoint:
     leaves: list[tuple[Path, Any]] = field(default_factory=list)
     """Where in ``rest`` this rank alone knows something."""
 
-    of_rank: dict[str, Any] = field(default_factory=dict)
-    """What each rank finds again when as many of them resume."""
-
-    of_ranks: list[dict[str, Any]] | None = None
-    """The same of all ranks, where this is a copy of a checkpoint that they wrote."""
-
     def take(self, tree_path: Path, tree: Any, *, inline: bool) -> Any:
         """Return ``tree`` with marks in place of tensors, which join `replicated`.
 
@@ -126,7 +120,6 @@ class ShardedCheckpoint:
             pieces=[replace(piece, local=host(piece.local)) for piece in self.pieces],
             replicated={key: (at, host(value)) for key, (at, value) in self.replicated.items()},
             leaves=copy.deepcopy(self.leaves),
-            of_rank=copy.deepcopy(self.of_rank),
         )
 
     @property

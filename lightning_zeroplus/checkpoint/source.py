@@ -35,7 +35,6 @@ class Source:
             tensor; optimizer states are by name wherever names are known.
         facts: about who wrote it.
         shared: for every further name of a tied weight, the first.
-        of_ranks: what each rank finds again when as many resume.
     """
 
     path: str
@@ -43,7 +42,6 @@ class Source:
     checkpoint: dict[str, Any]
     facts: dict[str, Any]
     shared: dict[str, str] = field(default_factory=dict)
-    of_ranks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -80,7 +78,6 @@ def open_source(
         checkpoint = _as_checkpoint(checkpoint, path)
     ours = checkpoint.pop(OURS, None) or {}
     source = Source(os.fspath(path), form, checkpoint, _facts(checkpoint, ours.get("facts")))
-    source.of_ranks = list(ours.get("of_ranks", []))
     _join_shared(source)
     states = checkpoint.get("optimizer_states")
     if isinstance(states, list):

@@ -18,6 +18,7 @@ from lightning_zeroplus.checkpoint import (
     folder_at,
     local_path,
     read_checkpoint,
+    read_whole,
     remove_at,
     save_universal,
     write_full,
@@ -44,6 +45,7 @@ class PendingSave:
         self._finished = threading.Event()
         self._obsolete: list[_PATH] = []
         self._expired = False
+        self._failure: BaseException | None = None
 
     def __getitem__(self, key: str) -> Any:
         return self._sharded.rest[key]
@@ -65,6 +67,11 @@ class PendingSave:
     def wait(self) -> None:
         """Return when it is written, or has failed."""
         self._finished.wait()
+
+    def raise_failure(self) -> None:
+        """Raise what kept it from being written; by `wait` it is known."""
+        if self._failure is not None:
+            raise self._failure
 
     def remove_after(self, path: _PATH) -> bool:
         """Have ``path`` removed when this is written; False if it is already."""
@@ -93,6 +100,9 @@ class PendingSave:
         try:
             save_universal(self._sharded, folder_at(path, options), self._group)
             written = True
+        except BaseException as error:
+            self._failure = error
+            raise
         finally:
             self._sharded.forget_tensors()
             with self._lock:
@@ -111,8 +121,11 @@ class ZeroPlusCheckpointIO(TorchCheckpointIO):
     Lightning's FSDP strategies and of DeepSpeed, and single files, with any strategy.
     """
 
-    reading_ranks: tuple[int, int] = (0, 1)
-    """This rank, and how many read the same checkpoint together: each checks its share of it."""
+    reading_ranks: tuple[int, int] | None = None
+    """This rank, and how many read the same checkpoint together: each checks its share of it.
+
+    Set by `ZeroPlusStrategy`, which reads what it needs of tensors when it needs it.
+    """
 
     @override
     def save_checkpoint(
@@ -145,7 +158,7 @@ class ZeroPlusCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint at ``path``; tensors are read when they are used.
+        """Return the checkpoint at ``path``.
 
         Raises:
             FileNotFoundError: there is nothing at ``path``.
@@ -153,14 +166,16 @@ class ZeroPlusCheckpointIO(TorchCheckpointIO):
         """
         if local_path(path) is None and get_filesystem(path).isfile(path):
             return super().load_checkpoint(path, map_location, weights_only)
-        rank, world_size = self.reading_ranks
-        return read_checkpoint(
+        rank, world_size = self.reading_ranks or (0, 1)
+        found = read_checkpoint(
             path,
             map_location=map_location,
             weights_only=weights_only,
             rank=rank,
             world_size=world_size,
         )
+        # Other strategies keep what they get as their own state.
+        return found if self.reading_ranks is not None else read_whole(found)
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:

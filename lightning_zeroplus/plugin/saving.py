@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.checkpoint import Group, plain_name
+from lightning_zeroplus.checkpoint import Group, pack, plain_name, unpack
 from lightning_zeroplus.comm import Operation, Tag, Transport, c10d_transport
 from lightning_zeroplus.config import EngineConfig, SaveFormat
 from lightning_zeroplus.errors import CheckpointError
@@ -57,7 +57,7 @@ class SavingStrategy(DDPStrategy):
         self._own_state: OwnState | None = None
         self._pending: PendingSave | None = None
         self._saving_transport: Transport | None = None
-        self._told_foreign_io = self._told_how_to_load = False
+        self._told_foreign_io = self._told_how_to_load = self._told_linked = False
 
     # -- saving
 
@@ -165,6 +165,8 @@ class SavingStrategy(DDPStrategy):
         }
         if background:
             self._wait_for_save()  # one copy of the state in memory is enough
+            if self._pending is not None:
+                self._pending.raise_failure()
             sharded = sharded.snapshot()
         pending = PendingSave(sharded, group)
         self._pending = pending if background else None
@@ -177,6 +179,9 @@ class SavingStrategy(DDPStrategy):
         finally:
             if not background:
                 pending.expire()
+        if background and self._is_linked():
+            pending.wait()
+            pending.raise_failure()
         if not self._told_how_to_load:
             self._told_how_to_load = True
             rank_zero_info(
@@ -184,6 +189,23 @@ class SavingStrategy(DDPStrategy):
                 f"Trainer load it with lightning_zeroplus.load_from_checkpoint"
                 f"({type(self.lightning_module).__name__}, path)."
             )
+
+    def _is_linked(self) -> bool:
+        """Return whether Lightning will link to a checkpoint as soon as its save returns."""
+        callbacks = self._connected_module().trainer.checkpoint_callbacks
+        linked = any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
+        if linked and not self._told_linked:
+            self._told_linked = True
+            rank_zero_warn(
+                "ModelCheckpoint(save_last='link') links to a checkpoint at once, so training "
+                "waits until it is written. Use save_last=True with AsyncCheckpointIO."
+            )
+        return linked
+
+    def _gather_objects(self, own: Any, what: str) -> list[Any]:
+        """Return what each rank has passed, by rank: plain types and tensors; collective."""
+        rows = self._saving_group(apart=False).exchange(pack(own), what)
+        return [unpack(row) for row in rows]
 
     def _saving_group(self, *, apart: bool) -> Group:
         """Return the ranks that save; ``apart`` from what training exchanges meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,6 +36,7 @@ from lightning_zeroplus.plugin.loops import (
     tell_skipped_loop,
 )
 from lightning_zeroplus.plugin.registry import register
+from lightning_zeroplus.plugin.resume import CHECKPOINT_KEY, Resume
 from lightning_zeroplus.plugin.saving import DEFAULT_TIMEOUT
 from lightning_zeroplus.plugin.sharding import ShardingStrategy, unwrapped
 from lightning_zeroplus.zero import Engine
@@ -130,6 +132,7 @@ class ZeroPlusStrategy(ShardingStrategy):
             start_method=start_method,
         )
         self._loader_ends: LoaderEnds | None = None
+        self._resume = Resume()
 
     @classmethod
     @override
@@ -140,6 +143,7 @@ class ZeroPlusStrategy(ShardingStrategy):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         state["_loader_ends"] = None
+        state["_resume"] = Resume()
         return state
 
     # -- steps
@@ -200,8 +204,9 @@ class ZeroPlusStrategy(ShardingStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Compare from now on whether the ranks' training batches end together."""
+        """Compare from now on whether the ranks' training batches end together; resume."""
         self._compare_training_batches()
+        self._resume.on_train_start()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -220,6 +225,7 @@ class ZeroPlusStrategy(ShardingStrategy):
     def on_validation_start(self) -> None:
         """Evaluate with rank 0's buffers; ranks whose batches have ended serve the others."""
         self._tell_loader_ends()
+        self._resume.on_validation_start()
 
     @override
     def on_test_start(self) -> None:
@@ -247,7 +253,11 @@ class ZeroPlusStrategy(ShardingStrategy):
             raise
         finally:
             self._loader_ends = None
-            super()._end_run()
+            try:
+                module = self.lightning_module
+                self._resume.close(None if module is None else module._trainer)
+            finally:
+                super()._end_run()
 
     def _serve_skipped_evaluation(self) -> None:
         """A rank without a single batch skips its loop, but its peers may need its shards."""
@@ -269,6 +279,40 @@ class ZeroPlusStrategy(ShardingStrategy):
 
     def _exchange(self, number: int) -> list[int]:
         return [int(row[0]) for row in self.engine.exchange([float(number)])]
+
+    # -- resuming: generators of random numbers, positions of dataloaders
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return ``dataloader``; a training epoch that is resumed goes on where it stood."""
+        return self._resume.process(self._connected_module().trainer, dataloader)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write ``checkpoint`` with what each rank needs to go on; collective."""
+        if "optimizer_states" in checkpoint:  # not one of weights alone
+            own = self._resume.capture(self._connected_module().trainer)
+            checkpoint[CHECKPOINT_KEY] = self._gather_objects(own, "what a rank resumes from")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint at rank 0's path; collective."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._engine is None:  # not one that a callback loads inside of a fit
+            saved = checkpoint.get(CHECKPOINT_KEY)
+            self._resume.restore(saved, self.global_rank, self.world_size)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load each optimizer's state; Lightning's counters are loaded by now."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._resume.arm(self._connected_module().trainer)
 
     # -- full values
 

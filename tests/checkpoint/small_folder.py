@@ -27,9 +27,7 @@ TENSORS = {
     "a": torch.arange(105.0).reshape(5, 7, 3),
     "b": torch.tensor([1.5], dtype=torch.bfloat16),
     "c": torch.tensor(2.25),
-    "d": torch.arange(120.0)
-    .reshape(2, 3, 4, 5)
-    .contiguous(memory_format=torch.channels_last),
+    "d": torch.arange(120.0).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     "e": torch.empty(0, 3),
     "f": torch.arange(9),
 }

@@ -38,6 +38,7 @@ class Saves(Callback):
 
 def plant(moment: str) -> None:
     """Have this process die at its next write, at its last, or where the folder gets its name."""
+
     def dies(*_: Any, **__: Any) -> Any:
         die()
 

@@ -67,6 +67,7 @@ def trainer_of(
     seed_everything(5, verbose=False)
     settings = {"timeout": timedelta(seconds=60), **settings}
     plugins = options.pop("plugins", lambda: [AsyncCheckpointIO()])
+    options.setdefault("enable_checkpointing", False)  # but for what the test saves
     return make_trainer(settings, world, callbacks=callbacks, plugins=plugins, **options)
 
 
@@ -308,7 +309,7 @@ def replace(rank: int, world: int, folder: Path) -> list[Any]:
             trainer.strategy.barrier()
 
     gate = Gate()
-    trainer = trainer_of({"stage": 3}, world, callbacks)
+    trainer = trainer_of({"stage": 3}, world, callbacks, enable_checkpointing=True)
     for own in [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)]:
         trainer.callbacks.remove(own)
         trainer.callbacks.insert(1, own)  # Lightning puts them last
@@ -316,6 +317,7 @@ def replace(rank: int, world: int, folder: Path) -> list[Any]:
         trainer.fit(Net(), data())
     finally:
         gate.__exit__()
+    trainer.strategy.barrier()
     seen.append(sorted(p.name for p in folder.iterdir()))
     return seen
 
@@ -350,9 +352,8 @@ def rotate(rank: int, world: int, plugins: Any, folder: Path, last: Any, fails: 
             gate.__enter__()
 
     gate = Gate()
-    trainer = trainer_of(
-        {"stage": 2}, world, callbacks, plugins=plugins, max_epochs=4, val_check_interval=2
-    )
+    options = {"max_epochs": 4, "val_check_interval": 2, "enable_checkpointing": True}
+    trainer = trainer_of({"stage": 2}, world, callbacks, plugins=plugins, **options)
     try:
         trainer.fit(Net(lr=0.1), data(), data(seed=1))
     except Exception as error:
@@ -403,7 +404,8 @@ def resume_last(rank: int, world: int, folder: Path) -> int:
     def callbacks() -> list[Callback]:
         return [ModelCheckpoint(folder, "{step}", save_last=True)]
 
-    trainer = trainer_of({"stage": 2}, world, callbacks, plugins=list, max_epochs=4)
+    options = {"max_epochs": 4, "enable_checkpointing": True}
+    trainer = trainer_of({"stage": 2}, world, callbacks, plugins=list, **options)
 
     class Notes(Net):
         def on_train_start(self) -> None:

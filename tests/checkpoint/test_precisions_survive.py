@@ -101,9 +101,12 @@ def state_dtypes(place: Place, path: Path, dtype: torch.dtype, **options: Any) -
         live.engine.load_full_optimizer_state_dict(live.optimizer, own)
         values = [v for s in live.optimizer.state.values() for k, v in s.items() if k != "step"]
         steps = [s["step"] for s in live.optimizer.state.values()]
-        return {v.dtype for v in values}, {s.dtype for s in steps}, len({id(s) for s in steps}), [
-            s.untyped_storage().data_ptr() for s in steps
-        ]
+        return (
+            {v.dtype for v in values},
+            {s.dtype for s in steps},
+            len({id(s) for s in steps}),
+            [s.untyped_storage().data_ptr() for s in steps],
+        )
 
     return run_virtual_ranks(place[1], body)
 

@@ -333,9 +333,7 @@ def _compare(kind: str, found: Mapping[Any, Any], wanted: Mapping[Any, Any]) -> 
     wrong = [f"{kind} {key} is missing" for key in wanted if key not in found]
     wrong += [f"{kind} {key} is unexpected" for key in found if key not in wanted]
     return wrong + [
-        f"{kind} {key}"
-        for key in wanted
-        if key in found and not _same(found[key], wanted[key])
+        f"{kind} {key}" for key in wanted if key in found and not _same(found[key], wanted[key])
     ]
 
 
@@ -352,9 +350,7 @@ def differences(found: State, wanted: State) -> list[str]:
     return wrong
 
 
-def far(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rtol: float = 1e-5
-) -> list[str]:
+def far(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], rtol: float = 1e-5) -> list[str]:
     """Return the names of values that are not equal within the design's promise."""
     wrong = [name for name in wanted if name not in found]
     for name, value in found.items():

@@ -26,7 +26,7 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture
 def universal(tmp_path: Path) -> Path:
     facts = {"stage": 3, "world_size": 2, "global_step": 6, "epoch": 2, "module": "Net"}
-    whole = {**make(), "zeroplus": {"of_ranks": [], "facts": facts}}
+    whole = {**make(), "zeroplus": {"facts": facts}}
     write_full(whole, tmp_path / "file.ckpt")
     convert_checkpoint(tmp_path / "file.ckpt", tmp_path / "universal.ckpt", "universal")
     return tmp_path / "universal.ckpt"

@@ -63,9 +63,7 @@ def test_they_are_left_out_and_kept_on_load(
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("form", FORMATS)
-def test_by_default_they_are_saved(
-    pair: RankPool, tmp_path: Path, form: str, stage: int
-) -> None:
+def test_by_default_they_are_saved(pair: RankPool, tmp_path: Path, form: str, stage: int) -> None:
     path = tmp_path / "x.ckpt"
     weights = pair.run(run, {"stage": stage, "save_format": form}, 1, path, None)
     close(read(path)["state_dict"], weights[0])
@@ -81,9 +79,7 @@ def refuse(rank: int, world: int, path: Path) -> str:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_is_not_frozen_may_not_be_missing(
-    pair: RankPool, tmp_path: Path, form: str
-) -> None:
+def test_what_is_not_frozen_may_not_be_missing(pair: RankPool, tmp_path: Path, form: str) -> None:
     path = tmp_path / "x.ckpt"
     settings = {"stage": 2, "exclude_frozen_parameters": True, "save_format": form}
     pair.run(run, settings, 1, path, None, "first.bias")

@@ -28,9 +28,7 @@ def slurm_environment(rank: int, world: int) -> dict[str, str]:
     }
 
 
-def requeue(
-    rank: int, world: int, settings: dict[str, Any], folder: Path, at: int, on: int
-) -> Any:
+def requeue(rank: int, world: int, settings: dict[str, Any], folder: Path, at: int, on: int) -> Any:
     """SLURM signals rank `on` in the middle of batch `at`."""
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
