@@ -131,7 +131,11 @@ def parse_metadata(raw: bytes, where: object) -> Metadata:
             f"Expected a whole .metadata file, got {type(error).__name__}: {error} ({where}). "
             f"Resume from another checkpoint."
         ) from error
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if (
+        not isinstance(found, Metadata)
+        or not isinstance(found.state_dict_metadata, dict)
+        or not isinstance(found.storage_data, dict)
+    ):
         raise CheckpointError(
             f"Expected the metadata of a checkpoint, got {type(found).__name__} ({where}). "
             f"Give the folder that torch.distributed.checkpoint.save wrote."

@@ -23,7 +23,7 @@ from lightning_zeroplus.checkpoint.save import META, OURS
 from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor
 from lightning_zeroplus.checkpoint.tree import key_of_mark, map_leaves
 from lightning_zeroplus.errors import CheckpointError, name_offenders
-from lightning_zeroplus.layout.box import Box
+from lightning_zeroplus.layout.box import Box, find_gaps
 
 _READ_NBYTES = 16 * 2**20
 
@@ -287,7 +287,9 @@ def _number(name: str) -> int:
 
 def _foreign_value(folder: Folder, metadata: Metadata, key: str, entry: Any) -> Any:
     def blob(index: MetadataIndex) -> Any:
-        at = metadata.storage_data[index]
+        at = metadata.storage_data.get(index)
+        if at is None or at.offset < 0 or at.length < 0:
+            raise _damaged(folder, key, ValueError(f"{at} as its place"))
         if not _is_inside(at.relative_path):
             raise CheckpointError(
                 f"Expected files of the checkpoint's folder, got {at.relative_path!r} ({folder}). "
@@ -305,10 +307,20 @@ def _foreign_value(folder: Folder, metadata: Metadata, key: str, entry: Any) -> 
     record = Record(str(dtype).removeprefix("torch."), tuple(entry.size))
     for chunk in entry.chunks:
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        record.boxes.append(SavedBox("", 0, 0, 0, box))
+        if box.numel:  # others list empty boxes of empty tensors
+            record.boxes.append(SavedBox("", 0, 0, 0, box))
+    gaps = find_gaps(record.shape, [saved.box for saved in record.boxes])
+    if gaps:
+        raise CheckpointError(
+            f"Expected all of {key} in .metadata, got {gaps} ({folder}). "
+            f"Resume from another checkpoint."
+        )
 
     def part_of(saved: SavedBox, wanted: Box) -> torch.Tensor:
         whole = blob(MetadataIndex(key, torch.Size(saved.box.offsets)))
+        if (whole.shape, whole.dtype) != (saved.box.sizes, dtype):
+            got = f"{tuple(whole.shape)} {whole.dtype} instead of {saved.box.sizes} {dtype}"
+            raise _damaged(folder, key, ValueError(got))
         inside = wanted.relative_to(saved.box.offsets)
         return whole[inside.slices()]  # type: ignore[no-any-return]
 

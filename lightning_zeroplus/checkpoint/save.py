@@ -220,7 +220,8 @@ class _Save:
             places.update({key: tuple(place) for key, place in row["places"].items()})
             files.update({name: FileSums.parse(sums) for name, sums in row["sums"].items()})
         for key, place, of in (alias for row in written for alias in row["aliases"]):
-            tensors[key], places[key] = tensors[of], tuple(place)
+            if key not in tensors and of in tensors:  # other ranks may have told two tensors apart
+                tensors[key], places[key] = tensors[of], tuple(place)
         facts = {"world_size": self._group.world_size, **self._checkpoint.facts}
         return Manifest(tensors, files, facts), places
 

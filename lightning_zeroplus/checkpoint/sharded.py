@@ -77,6 +77,18 @@ class ShardedCheckpoint:
     leaves: list[tuple[Path, Any]] = field(default_factory=list)
     """Where in ``rest`` this rank alone knows something."""
 
+    _paths: dict[str, Any] = field(default_factory=dict)
+    _keys: dict[Any, str] = field(default_factory=dict)
+
+    def key_for(self, path: Path) -> tuple[str, Path]:
+        """Return the key and place of what is at ``path``, unlike those of any other path."""
+        key, place = join_key(path)
+        typed = tuple((type(step), step) for step in path)
+        while self._paths.setdefault(key, typed) != typed:
+            key += "~"
+            place = (key,)
+        return key, place
+
     def take(self, tree_path: Path, tree: Any, *, inline: bool) -> Any:
         """Return ``tree`` with marks in place of tensors, which join `replicated`.
 
@@ -89,8 +101,12 @@ class ShardedCheckpoint:
         def change(path: Path, leaf: Any) -> Any:
             if not _is_dense(leaf) or (inline and leaf.nbytes < _INLINE_NBYTES):
                 return leaf.detach().cpu() if _is_dense(leaf) else leaf
-            key, place = join_key(path)
-            self.replicated[key] = (place, leaf.detach())
+            key, place = self.key_for(path)
+            first = self._keys.setdefault(_identity(leaf), key)
+            if first == key:
+                self.replicated[key] = (place, leaf.detach())
+            else:
+                self.aliases[key] = (place, first)
             return mark(key)
 
         return map_leaves(tree, change, tree_path)
@@ -126,6 +142,13 @@ class ShardedCheckpoint:
     def nbytes(self) -> int:
         """Bytes of this rank's tensors."""
         return sum(tensor.nbytes for tensor in self.tensors())
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Return what tensors have in common that are one; they must live as long as it is compared."""
+    if isinstance(tensor, SavedTensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _is_dense(leaf: object) -> bool:

@@ -53,7 +53,14 @@ def join_key(path: Path) -> tuple[str, tuple[str | int, ...]]:
         place: Path = (f"optimizer_{path[1]}", *path[2:])
     else:
         place = (_PREFIXES.get(str(path[0]), path[0]), *path[1:])
-    return ".".join(map(str, place)), place
+    plain = tuple(str(step) if isinstance(step, str) else step for step in place)
+    return ".".join(map(str, plain)), plain
+
+
+class _Other(str):
+    """Unlike any key of a checkpoint, should one read alike."""
+
+    __slots__ = ()
 
 
 def free_key(key: str) -> str:
@@ -62,7 +69,7 @@ def free_key(key: str) -> str:
     >>> free_key("callbacks"), free_key("model")
     ('callbacks', 'other.model')
     """
-    return f"other.{key}" if re.fullmatch(r"model|optimizer_\d+", key) else key
+    return _Other(f"other.{key}") if re.fullmatch(r"model|optimizer_\d+", key) else key
 
 
 def map_leaves(tree: Any, change: Callable[[Path, Any], Any], at: Path = ()) -> Any:

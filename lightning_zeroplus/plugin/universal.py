@@ -21,7 +21,6 @@ from lightning_zeroplus.checkpoint import (
     ShardedCheckpoint,
     TreePath,
     free_key,
-    join_key,
     map_leaves,
     mark,
     plain_name,
@@ -99,7 +98,7 @@ def shard_checkpoint(
             leaf = leaf.full_tensor() if span is None else leaf
         if span is None:
             return sharded.take(path, leaf, inline=inline)
-        key, nested = join_key(path)
+        key, nested = sharded.key_for(path)
         if keys.setdefault(id(leaf), key) != key:
             sharded.aliases[key] = (nested, keys[id(leaf)])
         elif span.local.numel() or (rank == 0 and 0 in span.shape):
@@ -130,7 +129,7 @@ def _optimizer(sharded: ShardedCheckpoint, number: int, saved: Any, place: Any) 
             at: TreePath = (*path, "state", name, key)
             if isinstance(value, torch.Tensor) and not isinstance(value, SpanTensor):
                 # Only the first rank that has a span of the parameter has this at all.
-                named, nested = join_key(at)
+                named, nested = sharded.key_for(at)
                 sharded.pieces.append(Piece.whole(named, nested, value))
                 sharded.leaves.append((at, mark(named)))
             else:

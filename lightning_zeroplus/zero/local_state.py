@@ -125,7 +125,7 @@ def own_optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _refuse_differing_groups(engine: Engine, names: list[list[str]]) -> None:
-    digest = hashlib.sha256(json.dumps(names).encode()).digest()
+    digest = hashlib.sha256(json.dumps([sorted(group) for group in names]).encode()).digest()
     tag = engine.context.gradients_tag(Operation.FULL, -1, "optimizer groups")
     rows = engine.context.transport.exchange_bytes(digest, tag)
     other = [str(rank) for rank, row in enumerate(rows) if row != digest]

@@ -1,4 +1,4 @@
-"""With `AsyncCheckpointIO` training goes on while a checkpoint is written, and nothing gets lost."""
+"""With `AsyncCheckpointIO` training goes on while a checkpoint is written; nothing gets lost."""
 
 from __future__ import annotations
 
@@ -357,9 +357,8 @@ def rotate(rank: int, world: int, plugins: Any, folder: Path, last: Any, fails: 
     try:
         trainer.fit(Net(lr=0.1), data(), data(seed=1))
     except Exception as error:
-        if not fails:
+        if not fails or "No space left" not in str(error):
             raise
-        assert "No space left" in str(error)
     finally:
         gate.__exit__() if gate.broken else None
     trainer.strategy.barrier()

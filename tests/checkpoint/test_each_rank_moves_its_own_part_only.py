@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zeroplus.checkpoint import read_checkpoint
+from lightning_zeroplus.checkpoint import datafile, load, manifest, read_checkpoint
 from lightning_zeroplus.checkpoint.folder import LocalFolder
 from lightning_zeroplus.comm import Transport, run_virtual_ranks
 from tests.checkpoint.virtual import PLACES, Live, Mixed, Place, saved, write
+
+SLACK = 4 * 90
+"""Of a tensor in another memory order a part is read from its first element to its last."""
 
 
 class Meter:
@@ -42,9 +45,7 @@ class Meter:
 
 @pytest.mark.parametrize("at", [(1, 3), (3, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize("to", PLACES, ids=str)
-def test_a_rank_reads_its_spans(
-    monkeypatch: pytest.MonkeyPatch, at: Place, to: Place
-) -> None:
+def test_a_rank_reads_its_spans(monkeypatch: pytest.MonkeyPatch, at: Place, to: Place) -> None:
     path, _ = saved("fused AdamW", at)
     meter = Meter(monkeypatch)
 
@@ -64,23 +65,17 @@ def test_a_rank_reads_its_spans(
     whole = sum(mine for mine, *_ in ranks)
     for mine, weights, states, count in ranks:
         # Two moments; a step count of four bytes each. The frozen parameter has no state.
-        assert states <= 2 * mine + 4 * count
+        assert states <= 2 * mine + 4 * count + 2 * SLACK
         if to[0] == 3:
-            assert weights <= mine + 200, "and buffers"
-        if to[1] > 1:
-            assert states < 2 * whole
+            assert weights <= mine + 200 + SLACK, "and buffers"
+    assert sum(states for _, _, states, _ in ranks) < 2 * whole + to[1] * (2 * SLACK + 4 * count)
 
 
 def test_the_check_of_a_large_file_is_shared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from lightning_zeroplus.checkpoint import load, manifest
-
-    for module in (load, manifest):
+    for module in (load, manifest, datafile):
         monkeypatch.setattr(module, "BLOCK_NBYTES", 1024)
-    from lightning_zeroplus.checkpoint import datafile
-
-    monkeypatch.setattr(datafile, "BLOCK_NBYTES", 1024)
 
     def save(transport: Transport) -> None:
         write(Live(transport, 2, "SGD"), tmp_path / "x.ckpt")
@@ -104,18 +99,18 @@ def test_a_rank_writes_its_spans_and_nothing_is_written_twice(
 
     def body(transport: Transport) -> int:
         module = Mixed()
-        module.register_buffer("table", torch.arange(90_000.0))
+        module.register_buffer("table", torch.arange(500_000.0))
         live = Live(transport, stage, "fused AdamW", module=module)
         live.train(0, 1)
         states = [v for s in live.optimizer.state.values() for v in s.values()]
-        write(live, path, big=[torch.full((30_000,), float(n)) for n in range(6)])
+        write(live, path, big=[torch.full((300_000,), float(n)) for n in range(6)])
         own = live.engine.own_weights().values()
         return sum(s.local.nbytes for s in own) + sum(v.nbytes for v in states if v.dim())
 
     own = run_virtual_ranks(world, body)
-    shared = (90_000 + 6 * 30_000) * 4
+    shared = (500_000 + 6 * 300_000) * 4
     sizes = [(path / f"__{rank}_0.distcp").stat().st_size for rank in range(world)]
-    framing = 700 * 120  # head and tail of each box; small tensors are mostly that
+    framing = 2000 * 120  # head and tail of each box; small tensors are mostly that
     assert sum(own) + shared <= sum(sizes) <= sum(own) + shared + framing
     for size, mine in zip(sizes, own, strict=True):
-        assert size <= mine + shared / world + 90_000 * 4 + framing
+        assert size <= mine + shared / world + 500_000 * 4 + framing

@@ -1,4 +1,4 @@
-"""DCP's `.metadata` is a pickle: only the classes that belong there are made, and nothing is run."""
+"""DCP's `.metadata` is a pickle: only classes that belong there are made, and nothing is run."""
 
 from __future__ import annotations
 
@@ -153,9 +153,7 @@ def test_the_metadata_of_our_own_folders_is_not_even_unpickled(tmp_path: Path, b
     assert same_tensors(use(path)["state_dict"])
 
 
-def test_classes_in_lightnings_metadata_are_refused_unless_allowed(
-    path: Path, bait: Path
-) -> None:
+def test_classes_in_lightnings_metadata_are_refused_unless_allowed(path: Path, bait: Path) -> None:
     torch.save({"x": Calls(Path.touch, bait)}, path / "meta.pt")
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         use(path)

@@ -1,4 +1,4 @@
-"""A manifest whose checksum is right but whose content is not ends in an error, and in nothing else."""
+"""A manifest whose checksum is right but whose content is not ends in an error that says so."""
 
 from __future__ import annotations
 

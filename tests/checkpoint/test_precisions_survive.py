@@ -1,4 +1,4 @@
-"""Weights and optimizer states keep their dtypes; masters wider than the weights are what is saved."""
+"""Weights and optimizer states keep their dtypes; wide masters are what is saved of weights."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_an_upload_that_was_interrupted_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFolder, "open", ends)
         patch.setattr(RemoteFolder, "abandon", lambda self, token: None)
-        with pytest.raises(BaseException):  # noqa: PT011
+        with pytest.raises(BaseException):
             write_small(path)
     for read in (read_checkpoint, ZeroPlusCheckpointIO().load_checkpoint):
         with pytest.raises((CheckpointError, FileNotFoundError)) as raised:

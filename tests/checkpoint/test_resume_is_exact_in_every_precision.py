@@ -1,4 +1,4 @@
-"""Loss scales, wide masters and accumulated gradients do not stand in the way of an exact resume."""
+"""Loss scales, wide masters and accumulated gradients do not keep a resume from being exact."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ VALUES: dict[str, Any] = {
         tensor(10, 2, 3, 40, 50).to(memory_format=torch.channels_last),
         tensor(11, 20000)[::2],
         tensor(12, 1, 1).expand(90, 90),
-    ],  # fmt: skip
+    ],
     "numbers as keys": {0: tensor(13), 1: {2: tensor(14)}, -1: "x"},
     "keys that read alike": {1: tensor(15), "1": tensor(16)},
     "dots in keys": {"a.b": tensor(17), "a": {"b": tensor(18)}},

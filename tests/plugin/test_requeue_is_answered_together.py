@@ -136,14 +136,18 @@ def leave_a_draft(rank: int, world: int, form: str, path: Path) -> None:
 
     if rank:
         return
-    with (
-        mock.patch.object(LocalFolder, "commit", dies),
-        mock.patch.object(LocalFolder, "abandon", lambda self, token: None),
-        mock.patch.object(Path, "replace", dies),
-        mock.patch.object(Path, "unlink", lambda self, missing_ok=False: None),
-        pytest.raises(Killed),
-    ):
+
+    def write() -> None:
         if form == "full":
             write_full({"a": 1}, path)
         else:
             save_universal(ShardedCheckpoint({}), folder_at(path), Solo())
+
+    with (
+        mock.patch.object(LocalFolder, "commit", dies),
+        mock.patch.object(LocalFolder, "abandon"),
+        mock.patch.object(Path, "replace", dies),
+        mock.patch.object(Path, "unlink"),
+        pytest.raises(Killed),
+    ):
+        write()
