@@ -286,23 +286,8 @@ def _number(name: str) -> int:
 
 
 def _foreign_value(folder: Folder, metadata: Metadata, key: str, entry: Any) -> Any:
-    def blob(index: MetadataIndex) -> Any:
-        at = metadata.storage_data.get(index)
-        if at is None or at.offset < 0 or at.length < 0:
-            raise _damaged(folder, key, ValueError(f"{at} as its place"))
-        if not _is_inside(at.relative_path):
-            raise CheckpointError(
-                f"Expected files of the checkpoint's folder, got {at.relative_path!r} ({folder}). "
-                f"Do not load files from where you do not trust."
-            )
-        try:
-            raw = folder.read(at.relative_path, at.offset, at.offset + at.length)
-            return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
-            raise _damaged(folder, f"{key} in {at.relative_path}", error) from error
-
     if not isinstance(entry, TensorStorageMetadata):
-        return blob(MetadataIndex(key))
+        return _foreign_blob(folder, metadata, MetadataIndex(key))
     dtype = entry.properties.dtype
     record = Record(str(dtype).removeprefix("torch."), tuple(entry.size))
     for chunk in entry.chunks:
@@ -315,9 +300,12 @@ def _foreign_value(folder: Folder, metadata: Metadata, key: str, entry: Any) -> 
             f"Expected all of {key} in .metadata, got {gaps} ({folder}). "
             f"Resume from another checkpoint."
         )
+    for saved in record.boxes:
+        _foreign_place(folder, metadata, MetadataIndex(key, torch.Size(saved.box.offsets)))
 
     def part_of(saved: SavedBox, wanted: Box) -> torch.Tensor:
-        whole = blob(MetadataIndex(key, torch.Size(saved.box.offsets)))
+        index = MetadataIndex(key, torch.Size(saved.box.offsets))
+        whole = _foreign_blob(folder, metadata, index)
         if (whole.shape, whole.dtype) != (saved.box.sizes, dtype):
             got = f"{tuple(whole.shape)} {whole.dtype} instead of {saved.box.sizes} {dtype}"
             raise _damaged(folder, key, ValueError(got))
@@ -325,6 +313,27 @@ def _foreign_value(folder: Folder, metadata: Metadata, key: str, entry: Any) -> 
         return whole[inside.slices()]  # type: ignore[no-any-return]
 
     return SavedTensor(record.shape, dtype, _fetcher(record, dtype, part_of))
+
+
+def _foreign_place(folder: Folder, metadata: Metadata, index: MetadataIndex) -> Any:
+    at = metadata.storage_data.get(index)
+    if at is None or at.offset < 0 or at.length < 0:
+        raise _damaged(folder, index.fqn, ValueError(f"{at} as its place"))
+    if not _is_inside(at.relative_path):
+        raise CheckpointError(
+            f"Expected files of the checkpoint's folder, got {at.relative_path!r} ({folder}). "
+            f"Do not load files from where you do not trust."
+        )
+    return at
+
+
+def _foreign_blob(folder: Folder, metadata: Metadata, index: MetadataIndex) -> Any:
+    at = _foreign_place(folder, metadata, index)
+    try:
+        raw = folder.read(at.relative_path, at.offset, at.offset + at.length)
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
+        raise _damaged(folder, f"{index.fqn} in {at.relative_path}", error) from error
 
 
 def _is_inside(name: str) -> bool:
