@@ -78,14 +78,13 @@ class CheckpointingStrategy(SavingStrategy):
         )
 
     def _read(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
-        io = innermost(self.checkpoint_io)
-        if isinstance(io, ZeroPlusCheckpointIO):
-            io.reading_ranks = (self.global_rank, self.world_size)
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        elif form_of(path) != "file":  # which a foreign one does not know
-            checkpoint = ZeroPlusCheckpointIO().load_checkpoint(path, weights_only=weights_only)
-        else:
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        io = self.checkpoint_io
+        if not isinstance(innermost(io), ZeroPlusCheckpointIO) and form_of(path) != "file":
+            io = ZeroPlusCheckpointIO()  # a foreign one does not know folders
+        inner = innermost(io)
+        if isinstance(inner, ZeroPlusCheckpointIO):
+            inner.reading_ranks = (self.global_rank, self.world_size)
+        checkpoint = io.load_checkpoint(path, weights_only=weights_only)
         _refuse_other_content(checkpoint, path)
         # What others wrote lacks what Lightning asks for.
         checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)

@@ -110,8 +110,10 @@ def load_from_checkpoint(
 
 def _read(path: _PATH, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
     where = _default_map_location if map_location is None else map_location
+    io = ZeroPlusCheckpointIO()
+    io.reading_ranks = (0, 1)  # tensors are read one by one
     with pl_legacy_patch():
-        checkpoint = ZeroPlusCheckpointIO().load_checkpoint(path, where, weights_only)
+        checkpoint = io.load_checkpoint(path, where, weights_only)
     # What others wrote lacks what Lightning asks for.
     checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)
     local = local_path(path)
