@@ -3,7 +3,7 @@
 The only importer of ``torch.distributed``.
 """
 
-from lightning_zeroplus.comm.c10d import c10d_transport
+from lightning_zeroplus.comm.c10d import c10d_transport, shared_transport
 from lightning_zeroplus.comm.loopback import run_virtual_ranks, solo_transport
 from lightning_zeroplus.comm.transport import Operation, Tag, Transport, Work
 
@@ -14,5 +14,6 @@ __all__ = [
     "Work",
     "c10d_transport",
     "run_virtual_ranks",
+    "shared_transport",
     "solo_transport",
 ]

@@ -22,7 +22,7 @@ from lightning_zeroplus.comm.transport import Operation, Tag, Transport, Work, c
 from lightning_zeroplus.comm.watch import Watch
 from lightning_zeroplus.errors import CollectiveError
 
-__all__ = ["C10dTransport", "c10d_transport"]
+__all__ = ["C10dTransport", "c10d_transport", "shared_transport"]
 
 _INSTANCES = itertools.count()
 
@@ -42,6 +42,28 @@ def c10d_transport(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return solo_transport()
     return C10dTransport(timeout=timeout, backend=backend)
+
+
+_SHARED: dict[tuple[str, timedelta], C10dTransport] = {}
+
+
+def shared_transport(purpose: str, *, timeout: timedelta) -> Transport:
+    """Return this process's transport for ``purpose``, made when it is first asked for; collective.
+
+    A process group keeps threads until the process ends, so that one run after the other, in a
+    sweep of settings for example, must not make its own. What a failure has spoilt on any rank is
+    made anew on all.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return solo_transport()
+    key = (purpose, timeout)
+    found = _SHARED.get(key)
+    fit = found is not None and found.works_over(dist.distributed_c10d._get_default_group())
+    fits: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(fits, fit)
+    if found is None or not all(fits):
+        found = _SHARED[key] = C10dTransport(timeout=timeout)
+    return found
 
 
 class _Wait:
@@ -118,6 +140,7 @@ class C10dTransport(Transport):
     def __init__(self, *, timeout: timedelta, backend: str | None = None) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._default_group = dist.distributed_c10d._get_default_group()
         self.sent_nbytes = 0
         self.labels: list[str] = []
         # Gloo's own limit must lie beyond ours, or its error comes first and names nobody.
@@ -133,6 +156,10 @@ class C10dTransport(Transport):
             self.world_size,
             timeout.total_seconds(),
         )
+
+    def works_over(self, group: Any) -> bool:
+        """Return whether this was made over ``group``, and nothing has ended it. *Local.*"""
+        return self._default_group is group and self._watch.is_on
 
     # -- weights channel
 

@@ -71,6 +71,11 @@ class Watch:
         # Also at the interpreter's exit, where a thread inside a store call would be cut off.
         weakref.finalize(self, self._stop.set)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether this rank neither failed nor finished."""
+        return not self._stop.is_set()
+
     def publish(self, state: str | None = None) -> None:
         """Write this rank's state, and that it is alive."""
         with self._lock:

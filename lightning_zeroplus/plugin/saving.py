@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zeroplus.checkpoint import Group, pack, plain_name, unpack
-from lightning_zeroplus.comm import Operation, Tag, Transport, c10d_transport
+from lightning_zeroplus.comm import Operation, Tag, Transport, shared_transport
 from lightning_zeroplus.config import EngineConfig, SaveFormat
 from lightning_zeroplus.errors import CheckpointError
 from lightning_zeroplus.plugin.checkpoint_io import (
@@ -212,7 +212,9 @@ class SavingStrategy(DDPStrategy):
         if self._transport is not None and not apart:
             return TransportGroup(self._transport)
         if self._saving_transport is None:
-            self._saving_transport = c10d_transport(timeout=self._timeout or DEFAULT_TIMEOUT)
+            self._saving_transport = shared_transport(
+                "saving", timeout=self._timeout or DEFAULT_TIMEOUT
+            )
         return TransportGroup(self._saving_transport)
 
     def _wait_for_save(self) -> None:

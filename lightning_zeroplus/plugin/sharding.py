@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_zeroplus.comm import c10d_transport
+from lightning_zeroplus.comm import shared_transport
 from lightning_zeroplus.config import EngineConfig, SaveFormat
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout import STAGES, Placement
@@ -135,7 +135,7 @@ class ShardingStrategy(CheckpointingStrategy):
         originals = wide_weights(module, self.precision_plugin.convert_module)
         widen(module, loaded)  # a 64-true run was loaded into the fp32 module that it was made as
         if self._transport is None:
-            self._transport = c10d_transport(timeout=self._timeout or DEFAULT_TIMEOUT)
+            self._transport = shared_transport("training", timeout=self._timeout or DEFAULT_TIMEOUT)
             if self._transport.world_size == 1:
                 rank_zero_info("ZeroPlusStrategy runs on one rank: it works, and shards nothing.")
         self._sharded_module = module
@@ -196,9 +196,7 @@ class ShardingStrategy(CheckpointingStrategy):
                 super().teardown()  # waits for a checkpoint that is being written
             finally:
                 self._lightning_module = module
-                saving, self._saving_transport = self._saving_transport, None
-                if saving is not None:
-                    saving.close()
+                self._saving_transport = None
 
     def _end_run(self) -> None:
         engine, self._engine = self._engine, None

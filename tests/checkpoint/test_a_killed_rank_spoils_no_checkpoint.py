@@ -116,9 +116,10 @@ def test_the_others_name_it_and_the_run_goes_on_from_the_one_before(
     assert read(path)["global_step"] == 2
     resumed = pair.run(fit, {"stage": stage}, {"max_epochs": 1}, Net, {"seed": 9}, path, path)
     # On fewer ranks the batches that were left are shared among them: one step less in all.
-    assert resumed[0]["steps"] == (6 if world == 2 else 5)
+    steps = 6 if world == 2 else 5
+    assert resumed[0]["steps"] == steps
     assert os.listdir(path.parent) == ["x.ckpt"], "the next save removes drafts"
-    assert read(path)["global_step"] == 6
+    assert read(path)["global_step"] == steps
 
 
 def resume_last(rank: int, world: int, folder: Path, form: str) -> Any:

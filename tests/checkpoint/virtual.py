@@ -240,12 +240,17 @@ def write(live: Live, path: str | Path, **more: Any) -> None:
     save_universal(sharded, folder_at(path), TransportGroup(live.transport))
 
 
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+"""Go when the process ends."""
+
+
 @cache
 def saved(
     optimizer: str, place: Place, dtype: torch.dtype = torch.float32, steps: int = 2
 ) -> tuple[Path, State]:
     """Return a folder written at ``place`` after ``steps``, and what was in memory then."""
-    path = Path(tempfile.mkdtemp(prefix="zeroplus-grid-")) / "x.ckpt"
+    _FOLDERS.append(tempfile.TemporaryDirectory(prefix="zeroplus-grid-"))
+    path = Path(_FOLDERS[-1].name) / "x.ckpt"
     stage, world = place
 
     def body(transport: Transport) -> State:
