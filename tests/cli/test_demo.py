@@ -137,4 +137,4 @@ def test_a_short_demo_runs_from_end_to_end(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| stage 3 " in done.stdout
-    assert (tmp_path / "zeroplus-demo" / "gpt.ckpt").is_file()
+    assert (tmp_path / "zeroplus-demo" / "gpt.ckpt").is_dir()
