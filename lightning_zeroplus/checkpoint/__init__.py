@@ -9,7 +9,7 @@ from lightning_zeroplus.checkpoint.describe import (
 )
 from lightning_zeroplus.checkpoint.export import ExportDtype, ExportFormat, export_weights
 from lightning_zeroplus.checkpoint.folder import folder_at, local_path, remove_at
-from lightning_zeroplus.checkpoint.full import read_full, remove_full, write_full
+from lightning_zeroplus.checkpoint.full import read_full, write_full
 from lightning_zeroplus.checkpoint.lazy import Tell
 from lightning_zeroplus.checkpoint.names import align_names, find_mismatches, plain_name
 from lightning_zeroplus.checkpoint.read import form_of, read_checkpoint
@@ -51,7 +51,6 @@ __all__ = [
     "read_full",
     "read_whole",
     "remove_at",
-    "remove_full",
     "save_universal",
     "unpack",
     "verify_checkpoint",

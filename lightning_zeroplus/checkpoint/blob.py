@@ -28,11 +28,6 @@ class Frame(NamedTuple):
     head: bytes
     tail: bytes
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a blob without its elements."""
-        return len(self.head) + len(self.tail)
-
 
 class _Recorder:
     """A stream for `torch.save` under `skip_data`: elements arrive as a seek over their bytes."""

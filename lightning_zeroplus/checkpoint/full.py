@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import shutil
 import uuid
 import zipfile
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from lightning_zeroplus.errors import CheckpointError
 
-__all__ = ["draft_of", "flush_folder", "read_full", "remove_full", "write_full"]
+__all__ = ["draft_of", "flush_folder", "read_full", "write_full"]
 
 
 def draft_of(target: Path, token: str) -> Path:
@@ -90,16 +89,6 @@ def read_full(
         raise _damaged(source, error) from error
     except (OSError, EOFError, RuntimeError, ValueError) as error:
         raise _damaged(source, error) from error
-
-
-def remove_full(path: str | os.PathLike[str]) -> None:
-    """Leave nothing at ``path`` on the local disk; the target of a link stays."""
-    target = Path(path)
-    if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(target)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        target.unlink()
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 
 from lightning_zeroplus.checkpoint.blob import save_streamed
-from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor
+from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor, identity_of
 from lightning_zeroplus.checkpoint.tree import Path, map_leaves
 from lightning_zeroplus.layout.box import Box, whole_box
 
@@ -70,16 +70,10 @@ def find_shared(tensors: Mapping[str, Any]) -> dict[str, str]:
     shared = {}
     for name, value in tensors.items():
         if is_dense(value):
-            kept = first.setdefault(_identity(value), name)
+            kept = first.setdefault(identity_of(value), name)
             if kept != name:
                 shared[name] = kept
     return shared
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    if isinstance(tensor, SavedTensor) or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _map_tensors(tree: Any, change: Callable[[torch.Tensor], SavedTensor]) -> Any:
@@ -89,7 +83,7 @@ def _map_tensors(tree: Any, change: Callable[[torch.Tensor], SavedTensor]) -> An
     def change_once(_: Path, leaf: Any) -> Any:
         if not is_dense(leaf):
             return leaf
-        key = _identity(leaf)
+        key = identity_of(leaf)
         if key not in done:
             done[key] = leaf, change(leaf)  # with the leaf: its identity must not be given away
         return done[key][1]

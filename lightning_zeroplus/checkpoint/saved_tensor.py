@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zeroplus.layout.box import Box, dimension_order, span_boxes, whole_box
 from lightning_zeroplus.layout.span import Span
 
-__all__ = ["SavedTensor", "read_whole"]
+__all__ = ["SavedTensor", "identity_of", "read_whole"]
 
 Fetch = Callable[[Box], torch.Tensor]
 """Returns the elements of a box on the CPU, in the box's shape; may be a view of a mapped file."""
@@ -182,6 +182,13 @@ def _is_plain(target: object, source: object) -> bool:
         and isinstance(target, torch.Tensor)
         and target.shape == source.shape
     )
+
+
+def identity_of(tensor: torch.Tensor) -> Any:
+    """Return what tensors have in common that are one; they must live as long as it is compared."""
+    if isinstance(tensor, SavedTensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def read_whole(tree: Any) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor
+from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor, identity_of
 from lightning_zeroplus.checkpoint.tree import Path, join_key, map_leaves, mark
 from lightning_zeroplus.layout.span import Span
 
@@ -102,7 +101,7 @@ class ShardedCheckpoint:
             if not _is_dense(leaf) or (inline and leaf.nbytes < _INLINE_NBYTES):
                 return leaf.detach().cpu() if _is_dense(leaf) else leaf
             key, place = self.key_for(path)
-            first = self._keys.setdefault(_identity(leaf), key)
+            first = self._keys.setdefault(identity_of(leaf), key)
             if first == key:
                 self.replicated[key] = (place, leaf.detach())
             else:
@@ -110,11 +109,6 @@ class ShardedCheckpoint:
             return mark(key)
 
         return map_leaves(tree, change, tree_path)
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's tensors."""
-        yield from (piece.local for piece in self.pieces)
-        yield from (tensor for _, tensor in self.replicated.values())
 
     def forget_tensors(self) -> None:
         """Let go of memory that is not needed once this is written."""
@@ -137,18 +131,6 @@ class ShardedCheckpoint:
             replicated={key: (at, host(value)) for key, (at, value) in self.replicated.items()},
             leaves=copy.deepcopy(self.leaves),
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """Return what tensors have in common that are one; they must live as long as it is compared."""
-    if isinstance(tensor, SavedTensor) or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _is_dense(leaf: object) -> bool:

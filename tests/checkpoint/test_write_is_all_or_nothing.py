@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zeroplus.checkpoint import read_full, remove_full, write_full
+from lightning_zeroplus.checkpoint import read_full, remove_at, write_full
 from lightning_zeroplus.errors import CheckpointError
 
 
@@ -80,7 +80,7 @@ def test_removing_takes_links_files_and_folders_but_no_target(tmp_path: Path) ->
     dangling.symlink_to("nothing")
     write_full({}, folder / "inner")
     for path in (last, dangling, folder, tmp_path / "never there"):
-        remove_full(path)
+        remove_at(path)
     assert os.listdir(tmp_path) == ["best"]
-    remove_full(best)
+    remove_at(best)
     assert os.listdir(tmp_path) == []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_zeroplus.checkpoint.deepspeed.fields import check_name, fault
-from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor
+from lightning_zeroplus.checkpoint.saved_tensor import identity_of
 from lightning_zeroplus.errors import CheckpointError, name_offenders
 
 __all__ = ["Contents", "plain", "sort_contents"]
@@ -103,11 +103,11 @@ def _lacking(expected: str, got: str, target: Path) -> CheckpointError:
 
 def _find_ties(weights: Mapping[str, Any], trained: set[str]) -> dict[str, str]:
     """Return names that stand for the very tensor of a trained parameter."""
-    first = {_identity(weights[name]): name for name in trained}
+    first = {identity_of(weights[name]): name for name in trained}
     return {
-        name: first[_identity(value)]
+        name: first[identity_of(value)]
         for name, value in weights.items()
-        if name not in trained and isinstance(value, torch.Tensor) and _identity(value) in first
+        if name not in trained and isinstance(value, torch.Tensor) and identity_of(value) in first
     }
 
 
@@ -119,12 +119,6 @@ def _check_ties(
             got = f"{name!r} for {kept!r}"
             raise _lacking("two tensors for the names of each tied parameter", got, target)
     return dict(ties)
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if isinstance(tensor, SavedTensor) or not tensor.numel():
-        return (id(tensor),)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _elementwise(

@@ -16,7 +16,8 @@ from lightning_zeroplus.checkpoint.blob import save_streamed
 from lightning_zeroplus.checkpoint.deepspeed.contents import Contents, plain, sort_contents
 from lightning_zeroplus.checkpoint.deepspeed.fields import fault
 from lightning_zeroplus.checkpoint.deepspeed.model_states import RESERVED
-from lightning_zeroplus.checkpoint.full import flush_folder, remove_full
+from lightning_zeroplus.checkpoint.folder import take_place
+from lightning_zeroplus.checkpoint.full import flush_folder
 from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor
 from lightning_zeroplus.errors import CheckpointError
 
@@ -269,16 +270,10 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _publish(draft: Path, target: Path, force: bool) -> None:
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old")
     if force and os.path.lexists(target):
-        target.rename(aside)
-    try:
+        take_place(draft, target)
+    else:
         draft.rename(target)
-    except OSError:
-        if os.path.lexists(aside):
-            aside.rename(target)
-        raise
-    remove_full(aside)
     flush_folder(target.parent)
 
 
