@@ -6,13 +6,13 @@ import ctypes
 import functools
 import io
 import os
-import zlib
 from collections.abc import Sequence
 from typing import IO, Any
 
 import torch
 
 from lightning_zeroplus.checkpoint.blob import ALIGNMENT_NBYTES, bytes_of, frame_of
+from lightning_zeroplus.checkpoint.checksum import Checksum
 from lightning_zeroplus.checkpoint.manifest import BLOCK_NBYTES, FileSums, SavedBox
 from lightning_zeroplus.layout.box import Box, dimension_order, span_boxes
 from lightning_zeroplus.layout.span import Span
@@ -46,7 +46,7 @@ class DataFile:
         self.name = name
         self._stream = stream
         self._place = 0
-        self._sums: list[int] = []
+        self._sums: list[Checksum] = []
         self._left = 0
         """Bytes that the last block still takes."""
 
@@ -56,7 +56,7 @@ class DataFile:
     @property
     def sums(self) -> FileSums:
         """Length and checksums of what has been written."""
-        return FileSums(self._place, list(self._sums))
+        return FileSums(self._place, [found.value for found in self._sums])
 
     def write(self, part: Any) -> int:
         """Append bytes; return how many."""
@@ -64,12 +64,12 @@ class DataFile:
         start = 0
         while start < view.nbytes:
             if not self._left:
-                self._sums.append(0)
+                self._sums.append(Checksum())
                 self._left = BLOCK_NBYTES
             piece = view[start : start + min(self._left, _PIECE_NBYTES)]
             self._write_all(piece)
             self._hurry(piece.nbytes)
-            self._sums[-1] = zlib.crc32(piece, self._sums[-1])
+            self._sums[-1].update(piece)
             self._left -= piece.nbytes
             start += piece.nbytes
         self._place += view.nbytes

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import io
 import pickle
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from lightning_zeroplus.checkpoint.checksum import Checksum
 from lightning_zeroplus.checkpoint.dcp import METADATA, WRITER, parse_metadata
 from lightning_zeroplus.checkpoint.folder import Folder
 from lightning_zeroplus.checkpoint.manifest import BLOCK_NBYTES, MANIFEST, Manifest, SavedBox
@@ -61,13 +61,13 @@ def find_damage(
         elif nbytes != sums.nbytes:
             yield f"{name} has {nbytes} bytes instead of {sums.nbytes}"
         else:
-            blocks += [(name, n) for n in range(len(sums.crc32))]
+            blocks += [(name, n) for n in range(len(sums.blocks))]
     for name, n in blocks[rank::world_size] if check else ():
         sums = manifest.files[name]
         start = n * BLOCK_NBYTES
         stop = min(start + BLOCK_NBYTES, sums.nbytes)
         try:
-            sound = _crc32(folder, name, start, stop) == sums.crc32[n]
+            sound = _checksum(folder, name, start, stop) == sums.blocks[n]
         except OSError as error:
             yield f"{name} cannot be read: {error}"
             continue
@@ -75,11 +75,11 @@ def find_damage(
             yield f"{name} is damaged between bytes {start} and {stop}"
 
 
-def _crc32(folder: Folder, name: str, start: int, stop: int) -> int:
-    found = 0
+def _checksum(folder: Folder, name: str, start: int, stop: int) -> int:
+    found = Checksum()
     for at in range(start, stop, _READ_NBYTES):
-        found = zlib.crc32(folder.read(name, at, min(at + _READ_NBYTES, stop)), found)
-    return found
+        found.update(folder.read(name, at, min(at + _READ_NBYTES, stop)))
+    return found.value
 
 
 def open_universal(

@@ -70,16 +70,16 @@ class TensorRecord:
 
 
 class FileSums(NamedTuple):
-    """Length of a file and CRC-32 of each of its blocks of `BLOCK_NBYTES`."""
+    """Length of a file and the `Checksum` of each of its blocks of `BLOCK_NBYTES`."""
 
     nbytes: int
-    crc32: list[int]
+    blocks: list[int]
 
     @classmethod
     def parse(cls, row: Any) -> FileSums:
         """Return the sums of which the parts are given as plain lists; raises like its sibling."""
-        nbytes, crc32 = _items(row, 2)
-        return cls(_number(nbytes), [_number(value) for value in _list(crc32)])
+        nbytes, blocks = _items(row, 2)
+        return cls(_number(nbytes), [_number(value) for value in _list(blocks)])
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Manifest:
             "format": FORMAT,
             "version": VERSION,
             "facts": self.facts,
-            "files": {name: [sums.nbytes, sums.crc32] for name, sums in self.files.items()},
+            "files": {name: [sums.nbytes, sums.blocks] for name, sums in self.files.items()},
             "tensors": {
                 key: [record.dtype, record.shape, [saved.packed() for saved in record.boxes]]
                 for key, record in self.tensors.items()
@@ -157,9 +157,9 @@ class Manifest:
         """
         bad = [f"file name {name!r}" for name in self.files if not _is_plain_name(name)]
         bad += [
-            f"{len(sums.crc32)} checksums of {name}"
+            f"{len(sums.blocks)} checksums of {name}"
             for name, sums in self.files.items()
-            if len(sums.crc32) != -(-sums.nbytes // BLOCK_NBYTES)
+            if len(sums.blocks) != -(-sums.nbytes // BLOCK_NBYTES)
         ]
         for key, record in self.tensors.items():
             gaps = find_gaps(record.shape, [saved.box for saved in record.boxes])
