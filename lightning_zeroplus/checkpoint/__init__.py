@@ -11,7 +11,7 @@ from lightning_zeroplus.checkpoint.export import ExportDtype, ExportFormat, expo
 from lightning_zeroplus.checkpoint.folder import folder_at, local_path, remove_at
 from lightning_zeroplus.checkpoint.full import read_full, write_full
 from lightning_zeroplus.checkpoint.lazy import Tell
-from lightning_zeroplus.checkpoint.names import align_names, find_mismatches, plain_name
+from lightning_zeroplus.checkpoint.names import align_names, find_mismatches
 from lightning_zeroplus.checkpoint.read import form_of, read_checkpoint
 from lightning_zeroplus.checkpoint.save import Group, Solo, pack, save_universal, unpack
 from lightning_zeroplus.checkpoint.saved_tensor import SavedTensor, read_whole
@@ -46,7 +46,6 @@ __all__ = [
     "map_leaves",
     "mark",
     "pack",
-    "plain_name",
     "read_checkpoint",
     "read_full",
     "read_whole",

@@ -8,6 +8,7 @@ import os
 import pickle
 import uuid
 import zipfile
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,25 @@ def read_full(
             f"Expected a checkpoint in one file, got a folder ({source}). "
             f"Give the path of the file that was saved with save_format='full'."
         )
-    try:
+    with damage_as(lambda error: _damaged(source, error)):
         mapped = _is_archive(source)
         return torch.load(source, map_location=map_location, mmap=mapped, weights_only=weights_only)
+
+
+@contextlib.contextmanager
+def damage_as(named: Callable[[Exception], CheckpointError]) -> Generator[None, None, None]:
+    """Raise ``named(error)`` for what `torch.load` raises on damaged files.
+
+    What it says of classes that ``weights_only`` keeps out stays as it is.
+    """
+    try:
+        yield
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error).lower() or "weights only" in str(error).lower():
             raise  # says what is not allowed and how to allow it
-        raise _damaged(source, error) from error
+        raise named(error) from error
     except (OSError, EOFError, RuntimeError, ValueError) as error:
-        raise _damaged(source, error) from error
+        raise named(error) from error
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

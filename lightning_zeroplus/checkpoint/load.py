@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from lightning_zeroplus.checkpoint.checksum import Checksum
 from lightning_zeroplus.checkpoint.dcp import METADATA, WRITER, parse_metadata
 from lightning_zeroplus.checkpoint.folder import Folder
+from lightning_zeroplus.checkpoint.full import damage_as
 from lightning_zeroplus.checkpoint.manifest import BLOCK_NBYTES, MANIFEST, Manifest, SavedBox
 from lightning_zeroplus.checkpoint.manifest import TensorRecord as Record
 from lightning_zeroplus.checkpoint.save import META, OURS
@@ -134,15 +135,9 @@ def read_meta(folder: Folder, weights_only: bool | None) -> dict[str, Any]:
         CheckpointError: it is damaged.
         pickle.UnpicklingError: it holds classes that ``weights_only`` keeps out.
     """
-    try:
+    with damage_as(lambda error: _damaged(folder, META, error)):
         raw = io.BytesIO(folder.read(META))
         found = torch.load(raw, map_location="cpu", weights_only=weights_only is not False)
-    except pickle.UnpicklingError as error:
-        if "weights_only" in str(error).lower() or "weights only" in str(error).lower():
-            raise  # says what is not allowed and how to allow it
-        raise _damaged(folder, META, error) from error
-    except (OSError, EOFError, RuntimeError, ValueError) as error:
-        raise _damaged(folder, META, error) from error
     if not isinstance(found, dict):
         raise _damaged(folder, META, TypeError(f"a {type(found).__name__}"))
     return found

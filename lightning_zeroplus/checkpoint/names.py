@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
-__all__ = ["align_names", "find_mismatches", "plain_name"]
+from lightning_zeroplus.layout.names import plain_name
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+__all__ = ["align_names", "find_mismatches"]
 
 _T = TypeVar("_T")
-
-
-def plain_name(name: str) -> str:
-    """Return ``name`` without the parts that `torch.compile` and checkpoint wrappers add.
-
-    >>> plain_name("encoder._orig_mod.layers.0.weight")
-    'encoder.layers.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def align_names(state: Mapping[str, _T], expected: Iterable[str]) -> dict[str, _T]:

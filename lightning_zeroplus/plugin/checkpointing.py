@@ -22,10 +22,10 @@ from lightning_zeroplus.checkpoint import (
     align_names,
     find_mismatches,
     form_of,
-    plain_name,
     read_whole,
 )
 from lightning_zeroplus.errors import CheckpointError, name_offenders
+from lightning_zeroplus.layout.names import plain_name
 from lightning_zeroplus.plugin.checkpoint_io import ZeroPlusCheckpointIO, innermost
 from lightning_zeroplus.plugin.saving import SavingStrategy, is_frozen, own_state, owns_parameters
 from lightning_zeroplus.zero import Engine

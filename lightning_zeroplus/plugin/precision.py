@@ -15,8 +15,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zeroplus.checkpoint import plain_name
 from lightning_zeroplus.errors import ConfigError
+from lightning_zeroplus.layout.names import plain_name
 from lightning_zeroplus.zero import Engine
 
 __all__ = ["GradientRoute", "fit_to_device", "wide_weights"]

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zeroplus.checkpoint import Group, pack, plain_name, unpack
+from lightning_zeroplus.checkpoint import Group, pack, unpack
 from lightning_zeroplus.comm import Operation, Tag, Transport, shared_transport
 from lightning_zeroplus.config import EngineConfig, SaveFormat
 from lightning_zeroplus.errors import CheckpointError
+from lightning_zeroplus.layout.names import plain_name
 from lightning_zeroplus.plugin.checkpoint_io import (
     PendingSave,
     ZeroPlusCheckpointIO,

@@ -23,9 +23,9 @@ from lightning_zeroplus.checkpoint import (
     free_key,
     map_leaves,
     mark,
-    plain_name,
 )
 from lightning_zeroplus.comm import Operation, Tag, Transport
+from lightning_zeroplus.layout.names import plain_name
 from lightning_zeroplus.zero import Engine, OwnSpan, SpanTensor, own_part
 
 __all__ = ["OwnState", "TransportGroup", "shard_checkpoint"]

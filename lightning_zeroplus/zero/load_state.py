@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zeroplus.errors import CheckpointError, name_offenders
+from lightning_zeroplus.layout.names import plain_name
 from lightning_zeroplus.layout.span import Span
-from lightning_zeroplus.zero.model import clean_fqn
 from lightning_zeroplus.zero.probe import settle_dtype
 from lightning_zeroplus.zero.step import is_full_state
 from lightning_zeroplus.zero.unit import Entry, memory_order
@@ -70,7 +70,7 @@ def load_full_optimizer_state_dict(
     sources, keys = match(params, saved_groups)
     state = state_dict["state"]
     if named:
-        state = {clean_fqn(key): value for key, value in state.items()}
+        state = {plain_name(key): value for key, value in state.items()}
     if engine.context.world_size > 1:  # alone, an optimizer may keep state of any shape
         _refuse_reshaped(params, keys, state)
     for group, source in zip(optimizer.param_groups, sources, strict=True):
@@ -101,7 +101,7 @@ def _match_names(
     params: list[list[Entry | None]], saved: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], list[list[Any]]]:
     """Return each group's source and its parameters' names in the checkpoint."""
-    group_of = {clean_fqn(key): n for n, group in enumerate(saved) for key in group["params"]}
+    group_of = {plain_name(key): n for n, group in enumerate(saved) for key in group["params"]}
     sources: list[Mapping[str, Any]] = []
     keys: list[list[Any]] = []
     problems: list[str] = []

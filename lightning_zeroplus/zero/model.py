@@ -13,10 +13,9 @@ from torch import nn
 from lightning_zeroplus.comm import Operation, Tag, Transport
 from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import ConfigError, name_offenders
+from lightning_zeroplus.layout.names import plain_name
 
-__all__ = ["ModelParam", "agree_on_model", "clean_fqn", "scan_parameters"]
-
-_SKIPPED = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+__all__ = ["ModelParam", "agree_on_model", "scan_parameters"]
 
 
 @dataclass(eq=False, slots=True)
@@ -44,15 +43,6 @@ class ModelParam:
         return self.shape.numel()
 
 
-def clean_fqn(name: str) -> str:
-    """Strip what compile and checkpoint wrappers add to a name.
-
-    >>> clean_fqn("net._orig_mod.0.weight")
-    'net.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _SKIPPED)
-
-
 def scan_parameters(module: nn.Module) -> list[ModelParam]:
     """Return every parameter of ``module`` once, in registration order."""
     found: dict[int, ModelParam] = {}
@@ -60,9 +50,9 @@ def scan_parameters(module: nn.Module) -> list[ModelParam]:
         for name, param in owner.named_parameters(prefix, recurse=False):
             entry = found.get(id(param))
             if entry is None:
-                entry = ModelParam(clean_fqn(name), param, *_geometry(param), len(found))
+                entry = ModelParam(plain_name(name), param, *_geometry(param), len(found))
                 found[id(param)] = entry
-            entry.names.append(clean_fqn(name))
+            entry.names.append(plain_name(name))
             entry.owners.append(owner)
     return list(found.values())
 
@@ -80,7 +70,7 @@ def _describe(module: nn.Module, params: list[ModelParam]) -> Iterator[tuple[str
         grad = "trainable" if param.requires_grad else "frozen"
         yield " = ".join(entry.names), str(tuple(entry.shape)), kind, grad
     for name, buffer in module.named_buffers():
-        yield clean_fqn(name), str(tuple(buffer.shape)), str(buffer.dtype), "buffer"
+        yield plain_name(name), str(tuple(buffer.shape)), str(buffer.dtype), "buffer"
 
 
 def _settings(config: EngineConfig, transport: Transport) -> Iterator[tuple[str, ...]]:

@@ -15,7 +15,8 @@ from torch import nn
 from lightning_zeroplus.config import EngineConfig, import_class
 from lightning_zeroplus.errors import ConfigError
 from lightning_zeroplus.layout.bucket import pack_by_size
-from lightning_zeroplus.zero.model import ModelParam, clean_fqn
+from lightning_zeroplus.layout.names import plain_name
+from lightning_zeroplus.zero.model import ModelParam
 
 __all__ = ["UnitPlan", "plan_by_module", "plan_by_size", "uses_by_module"]
 
@@ -145,7 +146,7 @@ def _groups(
         order.setdefault(key, []).append(entry)
     groups = []
     for (kind, home), members in order.items():
-        name = clean_fqn(blocks[home]) if kind == "block" else members[0].fqn.rpartition(".")[0]
+        name = plain_name(blocks[home]) if kind == "block" else members[0].fqn.rpartition(".")[0]
         groups.append(_Group(name or "root", tuple(members), kind == "block", by_id[home]))
     return groups
 

@@ -180,7 +180,7 @@ def _write_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lead: 
     def stand_in(item: Any) -> Any:
         if item is lead:
             return lead._geometry.of(scratch)
-        return _gathered(item)[0] if isinstance(item, SpanTensor) else item
+        return _gathered(item, func)[0] if isinstance(item, SpanTensor) else item
 
     func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
     local.copy_(scratch[span.start : span.stop])
@@ -188,11 +188,12 @@ def _write_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lead: 
     return lead
 
 
-def _gathered(item: SpanTensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(item: SpanTensor, func: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the full tensor that ``item`` stands for, and the flat buffer it is a view of."""
     base = item._whole if isinstance(item, SpanView) else item
-    item._may_gather("a view" if isinstance(item, SpanView) else "an operator")
-    flat = memory_order(gather_full(base._entry, base.to_local(), "read"), base._entry.model)
+    item._may_gather(str(func))
+    whole = gather_full(base._entry, base.to_local(), func._schema.name)
+    flat = memory_order(whole, base._entry.model)
     return _geometry_of(item).of(flat), flat
 
 
@@ -248,11 +249,7 @@ def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(item, SpanTensor):
             return item
         if id(item) not in fulls:
-            item._may_gather(str(func))
-            base = item._whole if isinstance(item, SpanView) else item
-            whole = gather_full(base._entry, base.to_local(), func._schema.name)
-            flats[id(item)] = memory_order(whole, base._entry.model)
-            fulls[id(item)] = _geometry_of(item).of(flats[id(item)])
+            fulls[id(item)], flats[id(item)] = _gathered(item, func)
             back[id(fulls[id(item)])] = item
         return fulls[id(item)]
 

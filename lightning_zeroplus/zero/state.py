@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import CheckpointError, ConfigError, name_offenders
+from lightning_zeroplus.layout.names import plain_name
 from lightning_zeroplus.zero.grad_span import write_slot
 from lightning_zeroplus.zero.load_state import MASTER_KEY, read_span
 from lightning_zeroplus.zero.local_state import first_owner
-from lightning_zeroplus.zero.model import clean_fqn
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.span_tensor import gather_full
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
@@ -97,7 +97,7 @@ def _persistent_buffers(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, owner in engine.module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in owner._non_persistent_buffers_set:
-                yield clean_fqn(f"{prefix}.{name}" if prefix else name), buffer
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def load_full_state(
     Raises:
         CheckpointError: shapes that do not fit; with ``strict`` also missing or unexpected names.
     """
-    given = {clean_fqn(name): value for name, value in state_dict.items()}
+    given = {plain_name(name): value for name, value in state_dict.items()}
     buffers = dict(_persistent_buffers(engine))
     expected = {*engine.by_name, *buffers}
     missing = sorted(n for n in expected if n not in given)

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_zeroplus.checkpoint import align_names, find_mismatches, plain_name
+from lightning_zeroplus.checkpoint import align_names, find_mismatches
+from lightning_zeroplus.layout.names import plain_name
 
 
 def test_only_whole_parts_of_a_name_are_wrappers() -> None:
