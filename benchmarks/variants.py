@@ -17,7 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["VARIANTS", "Variant", "make_variant", "train_step"]
 
-VARIANTS = ("ddp", "fsdp2_reshard", "fsdp2_keep", "stage1", "stage2", "stage3")
+VARIANTS = (
+    "ddp",
+    "fsdp2_reshard",
+    "fsdp2_keep",
+    "stage1",
+    "stage2",
+    "stage3",
+    "stage1_c10d",
+    "stage2_c10d",
+    "stage3_c10d",
+)
 
 
 class Variant(Protocol):
@@ -94,12 +104,12 @@ class _FSDP2:
 
 
 class _Ours:
-    def __init__(self, shape: Shape, *, stage: int) -> None:
+    def __init__(self, shape: Shape, *, stage: int, transport: str = "auto") -> None:
         from lightning_zeroplus import comm, zero
         from lightning_zeroplus.config import EngineConfig
 
         self.model = build(shape)
-        self._transport = comm.c10d_transport(timeout=timedelta(minutes=5))
+        self._transport = comm.make_transport(transport, timeout=timedelta(minutes=5))
         self.engine = zero.shard(self.model, EngineConfig(stage=stage), self._transport)
         self.optimizer = _optimizer(self.model)
         self.engine.attach(self.optimizer)
@@ -125,6 +135,9 @@ _MAKERS: dict[str, Callable[[Shape], Variant]] = {
     "stage1": lambda shape: _Ours(shape, stage=1),
     "stage2": lambda shape: _Ours(shape, stage=2),
     "stage3": lambda shape: _Ours(shape, stage=3),
+    "stage1_c10d": lambda shape: _Ours(shape, stage=1, transport="c10d"),
+    "stage2_c10d": lambda shape: _Ours(shape, stage=2, transport="c10d"),
+    "stage3_c10d": lambda shape: _Ours(shape, stage=3, transport="c10d"),
 }
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "FloatDtype",
     "SaveFormat",
     "Stage",
+    "TransportName",
     "UnshardOnAccess",
     "UnusedGradients",
 ]
@@ -25,6 +26,7 @@ Stage = Literal[1, 2, 3]
 FloatDtype = Literal["fp16", "bf16", "fp32", "fp64"]
 UnusedGradients = Literal["skip", "zero"]
 UnshardOnAccess = Literal["gather", "error"]
+TransportName = Literal["auto", "c10d", "shared_memory"]
 SaveFormat = Literal["universal", "full"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass
 
 import torch
@@ -109,12 +110,25 @@ class GradBucket:
         """Return whether `finish_reduce` would not wait."""
         return self._work is not None and self._work.is_completed()
 
-    def _views(self) -> BucketViews:
+    def await_reduced(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; return whether `finish_reduce` would not wait."""
+        deadline = time.monotonic() + seconds
+        while not self.is_reduced():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0001)
+        return True
+
+    def _open(self) -> PooledBlock:
         if self._block is None:
             self._block = self._pool.take(self._block_nbytes)
-        views = self._block.views.get(self._serial)
+        return self._block
+
+    def _views(self) -> BucketViews:
+        block = self._open()
+        views = block.views.get(self._serial)
         if views is None:
-            views = self._block.views[self._serial] = BucketViews(self._block, self)
+            views = block.views[self._serial] = BucketViews(block, self)
         self._open_views = views
         return views
 
@@ -141,6 +155,17 @@ class GradBucket:
                 for view in views.parts[index]:
                     view.zero_()
         self._write_header(views, tag)
+        self._tag = tag
+        self._sent = self._block
+        self._sent_landed = dict(self.landed)
+        self._send(views, tag)
+        self._open_views = None
+        if not self._permanent:
+            self._block = None
+        for index in self.landed:
+            self.landed[index] = False
+
+    def _send(self, views: BucketViews, tag: Tag) -> None:
         self._arrived = self._pool.take(self._arrival_nbytes)
         own = self.layout.chunk_numels[self._transport.rank]
         self._work = self._transport.all_to_all(
@@ -150,13 +175,6 @@ class GradBucket:
             self.layout.sent_numels,
             tag,
         )
-        self._tag = tag
-        self._sent = self._block
-        if not self._permanent:
-            self._block = self._open_views = None
-        self._sent_landed = dict(self.landed)
-        for index in self.landed:
-            self.landed[index] = False
 
     def _arrival(self, block: PooledBlock) -> torch.Tensor:
         own = self.layout.chunk_numels[self._transport.rank]
@@ -183,9 +201,14 @@ class GradBucket:
         Raises:
             CollectiveError: another rank reduced another unit.
         """
-        if self._work is None or self._arrived is None or self._tag is None:
+        if not self.in_flight:
             raise CollectiveError("Expected a reduction under way, got none.")
+        return self._receive()
+
+    def _receive(self) -> Reduced:
         work, self._work = self._work, None
+        assert work is not None
+        assert self._arrived is not None
         work.wait()
         rank = self._transport.rank
         own = self.layout.chunk_numels[rank]

@@ -161,6 +161,14 @@ class C10dTransport(Transport):
         """Return whether this was made over ``group``, and nothing has ended it. *Local.*"""
         return self._default_group is group and self._watch.is_on
 
+    @override
+    def note(self, tag: Tag) -> None:
+        self._watch.current = tag
+
+    @override
+    def wait_for(self, tag: Tag, attempt: Callable[[float], bool], peer: int) -> None:
+        self._watch.wait(tag, attempt, peer)
+
     # -- weights channel
 
     @override

@@ -6,6 +6,7 @@ Numbers are those of real ranks: nothing is approximated, only the bytes do not 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -55,18 +56,23 @@ class _Hub:
     def _missing_stopped(self, key: tuple[str, int]) -> list[int]:
         return [r for r in self.stopped if r not in self.posts.get(key, {})]
 
-    def _absence(self, key: tuple[str, int], rank: int, tag: Tag, arrived: bool) -> str:
-        if arrived:
-            peer = self._missing_stopped(key)[0]
+    def absence_of(self, peer: int, rank: int, tag: Tag) -> str:
+        """Return why ``rank`` waits no longer for ``peer``."""
+        if peer in self.stopped:
             return (
                 f"Expected rank {peer} to join {tag} (rank {rank}), but it {self.stopped[peer]}. "
                 f"Run the same steps on every rank."
             )
-        absent = [r for r in range(self.world_size) if r not in self.posts.get(key, {})]
         return (
-            f"Expected rank {absent[0]} to join {tag} (rank {rank}) within {self.timeout_s:g} s. "
+            f"Expected rank {peer} to join {tag} (rank {rank}) within {self.timeout_s:g} s. "
             f"Run the same steps on every rank."
         )
+
+    def _absence(self, key: tuple[str, int], rank: int, tag: Tag, arrived: bool) -> str:
+        if arrived:
+            return self.absence_of(self._missing_stopped(key)[0], rank, tag)
+        absent = [r for r in range(self.world_size) if r not in self.posts.get(key, {})]
+        return self.absence_of(absent[0], rank, tag)
 
 
 class _Work:
@@ -96,6 +102,17 @@ class LoopbackTransport(Transport):
         self.sent_nbytes = 0
         self.labels: list[str] = []
         self._positions: dict[str, int] = {}
+
+    @override
+    def note(self, tag: Tag) -> None:
+        """Have nothing to remember: the hub knows who is where. *Local.*"""
+
+    @override
+    def wait_for(self, tag: Tag, attempt: Callable[[float], bool], peer: int) -> None:
+        deadline = time.monotonic() + self._hub.timeout_s
+        while not attempt(min(0.1, self._hub.timeout_s)):
+            if peer in self._hub.stopped or time.monotonic() > deadline:
+                raise CollectiveError(self._hub.absence_of(peer, self.rank, tag))
 
     def _next(self, channel: str) -> tuple[str, int]:
         position = self._positions.get(channel, 0)

@@ -42,11 +42,18 @@ class BufferPool:
         self._taken_nbytes += nbytes
         self.most_taken_nbytes = max(self.most_taken_nbytes, self._taken_nbytes)
         idle = self._idle.get(nbytes)
-        if idle:
-            return idle.pop()
+        return self._pick(idle) if idle else self._make(nbytes)
+
+    def _pick(self, idle: list[PooledBlock]) -> PooledBlock:
+        return idle.pop()  # the warmest
+
+    def _make(self, nbytes: int) -> PooledBlock:
         with torch.inference_mode(False), torch.no_grad():
             block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return PooledBlock(block.untyped_storage())
+
+    def _drop(self, block: PooledBlock) -> None:
+        """Have nothing to do: the memory goes with the block."""
 
     def give(self, block: PooledBlock) -> None:
         """Return a block; a surplus one is freed."""
@@ -54,6 +61,8 @@ class BufferPool:
         idle = self._idle.setdefault(block.nbytes, [])
         if len(idle) < self._keep:
             idle.append(block)
+        else:
+            self._drop(block)
 
     def clear(self) -> None:
         """Free all idle blocks."""
@@ -93,13 +102,22 @@ class WeightStorage:
         device = pool.device
         with torch.inference_mode(False), torch.no_grad():
             if resident:
-                self.flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+                self.flat = self._zeros(layout.numel, dtype, device)
                 self.shard = self.flat[chunk.start : chunk.stop]
             else:
                 self.resizes = resize_fallback()
                 self.flat = self._resting_flat(dtype, device)
-                self.shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+                self.shard = self._zeros(layout.shard_numel, dtype, device)
         self.is_unsharded = resident
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def _start_gather(self, gathered: torch.Tensor, tag: Tag) -> Work:
+        return self._transport.all_gather(gathered, self.shard, tag)
+
+    def await_readers(self) -> None:
+        """Wait until no peer reads this rank's memory any more: it may be written."""
 
     def _resting_flat(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.resizes:
@@ -125,7 +143,7 @@ class WeightStorage:
         block = self._pool.take(self.block_nbytes)
         gathered = tensor_over(block.storage, self.flat.dtype, self.layout.numel, self.flat.device)
         self._block = block
-        self._gather = self._transport.all_gather(gathered, self.shard, tag)
+        self._gather = self._start_gather(gathered, tag)
 
     @torch.no_grad()
     def finish_unshard(self) -> None:
@@ -185,7 +203,7 @@ class WeightStorage:
         """Start sending updated shards to all ranks where full weights are resident. Collective."""
         if not self.resident or self._transport.world_size == 1:
             return None
-        return self._transport.all_gather(self.flat, self.shard, tag)
+        return self._start_gather(self.flat, tag)
 
     def live_nbytes(self) -> int:
         """Return the bytes of memory this unit's weights hold now."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -137,6 +137,18 @@ class Transport(ABC):
     @abstractmethod
     def collect(self, shard: torch.Tensor, destination: int, tag: Tag) -> list[torch.Tensor] | None:
         """Return every rank's ``shard`` (1-D, any lengths, equal dtype) on ``destination``."""
+
+    @abstractmethod
+    def note(self, tag: Tag) -> None:
+        """*Local.* Remember what this rank does, for peers that wait for it."""
+
+    @abstractmethod
+    def wait_for(self, tag: Tag, attempt: Callable[[float], bool], peer: int) -> None:
+        """*Local.* Repeat ``attempt(seconds)``, which waits for ``peer``, until it returns True.
+
+        Raises:
+            CollectiveError: the peer finished or failed, or the time-out passed.
+        """
 
     @abstractmethod
     def fail(self, message: str) -> None:

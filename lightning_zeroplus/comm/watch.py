@@ -121,8 +121,8 @@ class Watch:
         names = [f"rank {r} {state} (at {before[r].last})" for r, state in sorted(ended.items())]
         return ", ".join(names) or "a peer closed its connection"
 
-    def wait(self, tag: Tag, attempt: Callable[[float], bool]) -> None:
-        """Repeat ``attempt(seconds)`` until it returns True.
+    def wait(self, tag: Tag, attempt: Callable[[float], bool], peer: int | None = None) -> None:
+        """Repeat ``attempt(seconds)`` until it returns True; None: all peers are waited for.
 
         Raises:
             CollectiveError: a peer finished or failed, or ``timeout`` passed.
@@ -132,7 +132,7 @@ class Watch:
         step = min(1.0, self._timeout_s / 5)
         while not attempt(step):
             waited = time.monotonic() - started
-            self._raise_if_gone(tag)
+            self._raise_if_gone(tag, peer)
             if waited >= self._timeout_s:
                 message = self._absence(tag, waited)
                 raise CollectiveError(message)
@@ -140,12 +140,12 @@ class Watch:
                 warned = True
                 log.warning("%s", self._absence(tag, waited))
 
-    def _raise_if_gone(self, tag: Tag) -> None:
-        for rank, peer in self._read_peers().items():
-            if peer.state != "running":
+    def _raise_if_gone(self, tag: Tag, peer: int | None) -> None:
+        for rank, found in self._read_peers().items():
+            if found.state != "running" and peer in (None, rank):
                 raise CollectiveError(
                     f"Expected rank {rank} to join {tag} (rank {self._rank}), but it "
-                    f"{peer.state}; its last engine operation was {peer.last}. "
+                    f"{found.state}; its last engine operation was {found.last}. "
                     f"Run the same steps on every rank."
                 )
 

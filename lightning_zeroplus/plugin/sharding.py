@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_zeroplus.comm import shared_transport
-from lightning_zeroplus.config import EngineConfig, SaveFormat
+from lightning_zeroplus.comm import choose_transport
+from lightning_zeroplus.config import EngineConfig, SaveFormat, TransportName
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout import STAGES, Placement
 from lightning_zeroplus.plugin import checks
@@ -57,12 +57,14 @@ class ShardingStrategy(CheckpointingStrategy):
         self,
         config: EngineConfig,
         *,
+        transport: TransportName,
         save_format: SaveFormat,
         exclude_frozen_parameters: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._config = config
+        self._transport_name = transport
         self._save_format = save_format
         self._exclude_frozen_parameters = exclude_frozen_parameters
         self._sharded_module: nn.Module | None = None
@@ -135,7 +137,9 @@ class ShardingStrategy(CheckpointingStrategy):
         originals = wide_weights(module, self.precision_plugin.convert_module)
         widen(module, loaded)  # a 64-true run was loaded into the fp32 module that it was made as
         if self._transport is None:
-            self._transport = shared_transport("training", timeout=self._timeout or DEFAULT_TIMEOUT)
+            self._transport = choose_transport(
+                self._transport_name, self.root_device, timeout=self._timeout or DEFAULT_TIMEOUT
+            )
             if self._transport.world_size == 1:
                 rank_zero_info("ZeroPlusStrategy runs on one rank: it works, and shards nothing.")
         self._sharded_module = module

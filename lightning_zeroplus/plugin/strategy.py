@@ -24,6 +24,7 @@ from lightning_zeroplus.config import (
     FloatDtype,
     SaveFormat,
     Stage,
+    TransportName,
     UnshardOnAccess,
     UnusedGradients,
 )
@@ -59,6 +60,8 @@ class ZeroPlusStrategy(ShardingStrategy):
         master_dtype: Type of the weights that the optimizer updates. None: the wider of fp32 and
             the parameter's own type.
         reduce_dtype: Type in which gradients are reduced and kept. None: as `master_dtype`.
+        transport: What carries weights and gradients between ranks: "c10d" the process group,
+            "shared_memory" the memory of the host, for ranks on the CPUs of one. "auto" chooses.
         unused_gradients: What the optimizer sees of a parameter without a gradient on any rank:
             "skip" leaves it alone as PyTorch does, "zero" gives zeros as DeepSpeed does.
         unshard_on_access: What reading a resting stage-3 weight does outside of its module's
@@ -91,6 +94,7 @@ class ZeroPlusStrategy(ShardingStrategy):
         prefetch: int = 1,
         master_dtype: FloatDtype | None = None,
         reduce_dtype: FloatDtype | None = None,
+        transport: TransportName = "auto",
         unused_gradients: UnusedGradients = "skip",
         unshard_on_access: UnshardOnAccess = "gather",
         save_format: SaveFormat = "universal",
@@ -108,6 +112,11 @@ class ZeroPlusStrategy(ShardingStrategy):
             raise ConfigError(
                 f"Expected save_format 'universal' or 'full', got {save_format!r}. Use one of them."
             )
+        if transport not in get_args(TransportName):
+            raise ConfigError(
+                f"Expected transport 'auto', 'c10d' or 'shared_memory', got {transport!r}. "
+                f"Use one of them."
+            )
         config = EngineConfig(
             stage=stage,
             units=None if units is None else tuple(units),
@@ -120,6 +129,7 @@ class ZeroPlusStrategy(ShardingStrategy):
         )
         super().__init__(
             config,
+            transport=transport,
             save_format=save_format,
             exclude_frozen_parameters=exclude_frozen_parameters,
             accelerator=accelerator,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_zeroplus.comm.memory import memory_of
 from lightning_zeroplus.comm.transport import Operation, Tag, Transport
 
 __all__ = ["Context"]
@@ -20,6 +21,7 @@ class Context:
         self, transport: Transport, device: torch.device, *, gathers_on_access: bool
     ) -> None:
         self.transport = transport
+        self.memory = memory_of(transport, device)
         self.device = device
         self.gathers_on_access = gathers_on_access
         self.labels: list[str] = []

@@ -93,7 +93,7 @@ class Engine(StateAccess):
         agree_on_model(module, params, config, transport)
         refuse_helpless(module)
         self.units: list[Unit] = build.make_units(module, params, config, self.context)
-        self._pool = BufferPool(device, keep=4)
+        self._pool = self.context.memory.gradients
         self._weight_pool = BufferPool(device, keep=1 + config.prefetch)
         build.allocate_units(self.units, config, self._weight_pool)
         for unit in self.units:
@@ -107,7 +107,6 @@ class Engine(StateAccess):
         self.reducer = Reducer(
             self.units,
             self.context,
-            self._pool,
             defers=row.blocked_gradient is Placement.PARTIAL,
         )
         self.gradients = Gradients(self.context)

@@ -9,7 +9,6 @@ the ranks agree, in one small exchange, whether such a round is due.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ import torch
 
 from lightning_zeroplus.comm.bucket import BucketMemory
 from lightning_zeroplus.comm.private import hide_from_compiler
-from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.budget import IN_FLIGHT
@@ -40,11 +38,8 @@ _PATIENCE_S = 1.0
 class Reducer:
     """Owns the order of reductions of one engine."""
 
-    def __init__(
-        self, units: Sequence[Unit], context: Context, pool: BufferPool, *, defers: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, *, defers: bool) -> None:
         self._context = context
-        self._pool = pool
         self._defers = defers
         # Backward comes by the earliest registered parameters last.
         self._order = sorted(units, key=lambda u: -u.plan.first)
@@ -75,7 +70,7 @@ class Reducer:
         arrival = max(layout.arriving_nbytes for layout in layouts)
         memory = BucketMemory(0 if self._defers else block, arrival, permanent=self._defers)
         for unit in due:
-            unit.train(self._wanted(unit), self._pool, memory)
+            unit.train(self._wanted(unit), memory)
             for index in unit.trained:
                 entry = unit.entries[index]
                 if entry.slot is None:
@@ -177,12 +172,8 @@ class Reducer:
     def _wait_a_little(self, unit: Unit) -> None:
         # Bounded: a peer may need a gather of ours before it can launch this reduction.
         assert unit.bucket is not None
-        deadline = time.monotonic() + _PATIENCE_S
-        while not unit.bucket.is_reduced():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.0001)
-        self._finish(self._flying.popleft())
+        if unit.bucket.await_reduced(_PATIENCE_S):
+            self._finish(self._flying.popleft())
 
     @torch.no_grad()
     def _finish(self, unit: Unit) -> None:

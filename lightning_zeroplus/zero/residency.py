@@ -69,6 +69,7 @@ class Residency:
         """Before an access to the shard: cached full weights that nothing uses go. *Local.*"""
         if unit.weights.is_unsharded and not self._pinned(unit):
             self._rest(unit)
+        unit.weights.await_readers()
 
     def need(self, unit: Unit, operation: Operation) -> None:
         """Have the full weights of ``unit`` there; collective unless they are."""

@@ -192,6 +192,7 @@ class BoundOptimizer:
         # By number, because ranks may have filled their groups in different orders.
         self._units = sorted(touched, key=lambda u: u.number)
         for unit in self._units:
+            unit.weights.await_readers()
             unit.adopt_edits()
 
     def _states_by_shard(self, engine: Engine) -> defaultdict[torch.Tensor, Any]:
@@ -251,6 +252,9 @@ class BoundOptimizer:
         for work in works:
             if work is not None:
                 work.wait()
+        for unit in units:
+            if unit.weights.resident:
+                unit.weights.await_readers()
         if stepped:
             torch.autograd.graph.increment_version(stepped)
 

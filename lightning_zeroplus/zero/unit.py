@@ -135,10 +135,9 @@ class Unit:
 
     def allocate(self, *, resident: bool, pool: BufferPool, block_nbytes: int | None) -> None:
         """Make the weight storage and, where the master dtype differs, the master."""
-        self.weights = WeightStorage(
+        self.weights = self.context.memory.weights(
             self.layout,
             self.dtype,
-            self.transport,
             resident=resident,
             pool=pool,
             block_nbytes=block_nbytes,
@@ -184,6 +183,7 @@ class Unit:
             entry: of this unit.
             read: writes a range of the new full tensor, in memory order, into a 1-D tensor.
         """
+        self.weights.await_readers()
         owned = self.layout.owned(entry.index, self.transport.rank)
         own = self.weights.shard[self.shard_range(entry.index)]
         if self.weights.resident:
@@ -240,6 +240,7 @@ class Unit:
             edited = self._find_edits()
         own = self.weights.own_part()
         if edited or not torch.equal(own, self.weights.shard):
+            self.weights.await_readers()
             self.weights.shard.copy_(own)
 
     def _find_edits(self) -> bool:
@@ -316,12 +317,12 @@ class Unit:
 
     # -- gradients
 
-    def train(self, indices: Sequence[int], pool: BufferPool, memory: BucketMemory) -> None:
+    def train(self, indices: Sequence[int], memory: BucketMemory) -> None:
         """Lay out gradients for the parameters ``indices``; what was accumulated is kept."""
         old_views = self._grad_views
         self.trained = tuple(indices)
         self.grad_layout = self.lay_out_gradients(self.trained)
-        self.bucket = GradBucket(self.grad_layout, self.reduce_dtype, self.transport, pool, memory)
+        self.bucket = self.context.memory.bucket(self.grad_layout, self.reduce_dtype, memory)
         self._grad_views = {}
         if self.accumulator is not None:
             self.accumulator = None

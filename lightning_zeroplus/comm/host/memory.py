@@ -1,0 +1,161 @@
+"""Anonymous memory that other processes of this host can map.
+
+It lives in a file without a name, which goes with the last process that has it open or mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import stat
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from lightning_zeroplus.layout.span import round_up
+
+__all__ = ["HostFile", "Mapping", "Place", "open_peer"]
+
+_SHM = "/dev/shm"  # noqa: S108 - a file there gets no name
+_SERIALS = itertools.count(1)
+_MAP_FIXED = 0x10
+
+
+class Place(NamedTuple):
+    """Where a block of a process lies, for its peers: plain numbers."""
+
+    serial: int
+    """Unlike that of any other block of the process."""
+
+    descriptor: int
+    offset: int
+    nbytes: int
+
+
+class Mapping:
+    """Part of a file, mapped shared; the memory lasts as long as ``bytes`` or what views it."""
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        self._map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=access, offset=offset)
+        with torch.inference_mode(False):
+            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._descriptor = descriptor
+        self._offset = offset
+
+    @property
+    def address(self) -> int:
+        """Of the first byte in this process."""
+        return self.bytes.data_ptr()
+
+    @property
+    def words(self) -> memoryview:
+        """The memory as signed 64-bit words."""
+        return memoryview(self._map).cast("q")
+
+    def drop_pages(self) -> None:
+        """Free the memory for all processes; it reads as zeros until it is written again."""
+        self._map.madvise(mmap.MADV_REMOVE)
+
+    def part_from_parent(self) -> None:
+        """In a forked child: pages that it writes are its own from now on."""
+        call = ctypes.CDLL(None, use_errno=True).mmap
+        call.restype = ctypes.c_void_p
+        call.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
+        call(
+            self.address,
+            len(self._map),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | _MAP_FIXED,
+            self._descriptor,
+            self._offset,
+        )
+
+
+class HostFile:
+    """A growing file without a name, in memory. *Local.*
+
+    Raises:
+        OSError: the system gives none, or has no room.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor, self._is_tmpfs = _open_unnamed()
+        self._stop = 0
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        _FILES.add(self)
+        self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+
+    def block(self, nbytes: int) -> tuple[Mapping, Place]:
+        """Return ``nbytes`` of zeros, and where peers find them.
+
+        Raises:
+            OSError: there is no room.
+        """
+        whole = round_up(max(nbytes, 1), mmap.ALLOCATIONGRANULARITY)
+        offset, self._stop = self._stop, self._stop + whole
+        if self._is_tmpfs:
+            # Reserved, because a page without room would end the process at its first touch.
+            os.posix_fallocate(self._descriptor, offset, whole)
+        else:
+            os.ftruncate(self._descriptor, self._stop)
+        mapping = Mapping(self._descriptor, offset, whole)
+        self._mappings.add(mapping)
+        return mapping, Place(next(_SERIALS), self._descriptor, offset, whole)
+
+    def part_from_parent(self) -> None:
+        """In a forked child: what it writes stays in it, as with ordinary memory."""
+        for mapping in list(self._mappings):
+            mapping.part_from_parent()
+
+
+_FILES: weakref.WeakSet[HostFile] = weakref.WeakSet()
+
+
+def _part_all() -> None:
+    for file in list(_FILES):
+        file.part_from_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_part_all)
+
+
+def _open_unnamed() -> tuple[int, bool]:
+    """Return a descriptor, and whether the file counts against a size that is set for `_SHM`."""
+    try:
+        return os.memfd_create("zeroplus", os.MFD_CLOEXEC), False
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and not _is_missing(error):
+            raise
+    return os.open(_SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), True
+
+
+def _is_missing(error: OSError) -> bool:
+    return error.errno in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL)
+
+
+def open_peer(pid: int, descriptor: int) -> int:
+    """Return an open descriptor of a peer's file; close it after mapping.
+
+    Raises:
+        OSError: it is not there, not ours to open, or no regular file.
+    """
+    path = f"/proc/{pid}/fd/{descriptor}"
+    # Whatever has that number in another process must not make us wait.
+    found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(found).st_mode):
+        os.close(found)
+        raise OSError(f"{path} is no regular file")
+    return found

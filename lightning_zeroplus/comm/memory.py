@@ -1,0 +1,87 @@
+"""Where an engine's weights and gradient buckets lie: in memory of its own, or of the host."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_zeroplus.comm.bucket import BucketMemory, GradBucket
+from lightning_zeroplus.comm.host.storage import HostBucket, HostPool, HostWeights, Room
+from lightning_zeroplus.comm.host.transport import HostTransport
+from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
+from lightning_zeroplus.comm.transport import Transport
+from lightning_zeroplus.layout.bucket import GradLayout, WeightLayout
+
+__all__ = ["Memory", "memory_of"]
+
+
+class Memory:
+    """Makes the weight storage and buckets of one engine, over copies between ranks. *Local.*"""
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport = transport
+        self.gradients = BufferPool(device, keep=4)
+        """Blocks that buckets are made of."""
+
+    def weights(
+        self,
+        layout: WeightLayout,
+        dtype: torch.dtype,
+        *,
+        resident: bool,
+        pool: BufferPool,
+        block_nbytes: int | None,
+    ) -> WeightStorage:
+        """Return memory for one unit's weights; ``pool`` gives blocks for full ones."""
+        return WeightStorage(
+            layout,
+            dtype,
+            self._transport,
+            resident=resident,
+            pool=pool,
+            block_nbytes=block_nbytes,
+        )
+
+    def bucket(self, layout: GradLayout, dtype: torch.dtype, memory: BucketMemory) -> GradBucket:
+        """Return a bucket for one unit's gradients."""
+        return GradBucket(layout, dtype, self._transport, self.gradients, memory)
+
+
+class _HostMemory(Memory):
+    """The same over memory that the host's ranks share."""
+
+    def __init__(self, transport: HostTransport) -> None:
+        super().__init__(transport, torch.device("cpu"))
+        self._room = Room(transport)
+        self._blocks = self.gradients = HostPool(self._room, keep=4)
+
+    def weights(
+        self,
+        layout: WeightLayout,
+        dtype: torch.dtype,
+        *,
+        resident: bool,
+        pool: BufferPool,
+        block_nbytes: int | None,
+    ) -> WeightStorage:
+        return HostWeights(
+            layout,
+            dtype,
+            self._room,
+            resident=resident,
+            pool=pool,
+            block_nbytes=block_nbytes,
+        )
+
+    def bucket(self, layout: GradLayout, dtype: torch.dtype, memory: BucketMemory) -> GradBucket:
+        return HostBucket(layout, dtype, self._blocks, memory)
+
+
+def memory_of(transport: Transport, device: torch.device) -> Memory:
+    """Return where an engine on ``device`` keeps what its ranks exchange. *Local.*
+
+    Raises:
+        OSError: shared memory was agreed on, and there is none left.
+    """
+    if isinstance(transport, HostTransport) and device.type == "cpu":
+        return _HostMemory(transport)
+    return Memory(transport, device)
