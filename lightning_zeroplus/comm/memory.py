@@ -45,6 +45,10 @@ class Memory:
         """Return a bucket for one unit's gradients."""
         return GradBucket(layout, dtype, self._transport, self.gradients, memory)
 
+    def close(self, *, alone: bool) -> None:
+        """Free idle blocks, and what is mapped of peers; ``alone``: these may be gone."""
+        self.gradients.clear()
+
 
 class _HostMemory(Memory):
     """The same over memory that the host's ranks share."""
@@ -74,6 +78,12 @@ class _HostMemory(Memory):
 
     def bucket(self, layout: GradLayout, dtype: torch.dtype, memory: BucketMemory) -> GradBucket:
         return HostBucket(layout, dtype, self._blocks, memory)
+
+    def close(self, *, alone: bool) -> None:
+        if not alone:
+            self._blocks.await_readers()
+        super().close(alone=alone)
+        self._room.close()
 
 
 def memory_of(transport: Transport, device: torch.device) -> Memory:

@@ -356,9 +356,9 @@ class Engine(StateAccess):
         for handle in self._handles:
             handle.remove()  # type: ignore[attr-defined]
         self._handles.clear()
+        self.context.memory.close(alone=self.context.is_gone)
         for unit in self.units:
             unit.free()
-        self._pool.clear()
         self._weight_pool.clear()
         self.closed = True
 

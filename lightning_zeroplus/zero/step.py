@@ -61,6 +61,8 @@ class BoundOptimizer:
     def detach(self) -> None:
         """Give the optimizer its own `step` back. *Local.*"""
         self._detached = True
+        # Its keys are the shards, whose memory goes with the engine.
+        self._by_shard, self._seen_state = defaultdict(dict), None
         self._before.remove()
         self._after.remove()
         # A scheduler made since may have wrapped ours, which now only passes on.

@@ -15,8 +15,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zeroplus.checkpoint.datafile import DataFile
 from lightning_zeroplus.checkpoint.folder import LocalFolder
-from tests.checkpoint.crash import die, run_with_a_death
 from tests.checkpoint.reading import read
+from tests.crash import die, run_with_a_death
 from tests.dist_pool import RankPool
 from tests.plugin.scenes import Net, data, fit, make_trainer, seed_everything
 

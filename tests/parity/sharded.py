@@ -122,6 +122,14 @@ def rank_sharded_training(
     return sharded_training(rank_transport(30), case, stage, small_units=small_units)
 
 
+def rank_host_training(
+    _rank: int, _world: int, case: Case, stage: int, small_units: bool = True
+) -> Result:
+    """Body of a rank process whose ranks share memory."""
+    transport = rank_transport(30, "shared_memory")
+    return sharded_training(transport, case, stage, small_units=small_units)
+
+
 def rank_ddp_training(_rank: int, _world: int, case: Case) -> Result:
     """Body of a rank process."""
     return ddp_training(case)

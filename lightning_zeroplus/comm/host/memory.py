@@ -61,6 +61,18 @@ class Mapping:
         """Free the memory for all processes; it reads as zeros until it is written again."""
         self._map.madvise(mmap.MADV_REMOVE)
 
+    def watch_forks(self, mappings: weakref.WeakKeyDictionary[mmap.mmap, _Part]) -> None:
+        """Note the memory there as long as it is mapped."""
+        part = _Part(self.address, len(self._map), self._descriptor, self._offset)
+        mappings[self._map] = part
+
+
+class _Part(NamedTuple):
+    address: int
+    nbytes: int
+    descriptor: int
+    offset: int
+
     def part_from_parent(self) -> None:
         """In a forked child: pages that it writes are its own from now on."""
         call = ctypes.CDLL(None, use_errno=True).mmap
@@ -75,11 +87,11 @@ class Mapping:
         ]
         call(
             self.address,
-            len(self._map),
+            self.nbytes,
             mmap.PROT_READ | mmap.PROT_WRITE,
             mmap.MAP_PRIVATE | _MAP_FIXED,
-            self._descriptor,
-            self._offset,
+            self.descriptor,
+            self.offset,
         )
 
 
@@ -95,7 +107,7 @@ class HostFile:
         self._stop = 0
         self._closing = weakref.finalize(self, os.close, self._descriptor)
         _FILES.add(self)
-        self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+        self._mappings: weakref.WeakKeyDictionary[mmap.mmap, _Part] = weakref.WeakKeyDictionary()
 
     def block(self, nbytes: int) -> tuple[Mapping, Place]:
         """Return ``nbytes`` of zeros, and where peers find them.
@@ -111,13 +123,17 @@ class HostFile:
         else:
             os.ftruncate(self._descriptor, self._stop)
         mapping = Mapping(self._descriptor, offset, whole)
-        self._mappings.add(mapping)
+        mapping.watch_forks(self._mappings)
         return mapping, Place(next(_SERIALS), self._descriptor, offset, whole)
+
+    def close(self) -> None:
+        """Peers can map no more of it; what is mapped stays."""
+        self._closing()
 
     def part_from_parent(self) -> None:
         """In a forked child: what it writes stays in it, as with ordinary memory."""
-        for mapping in list(self._mappings):
-            mapping.part_from_parent()
+        for part in list(self._mappings.values()):
+            part.part_from_parent()
 
 
 _FILES: weakref.WeakSet[HostFile] = weakref.WeakSet()

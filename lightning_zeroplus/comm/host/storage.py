@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import torch
 from typing_extensions import override
@@ -43,6 +44,11 @@ class Room:
             found = self._mappings[peer, place] = self._map(peer, place)
         return found.bytes
 
+    def close(self) -> None:
+        """Let go of the file, and of what is mapped of peers."""
+        self._mappings.clear()
+        self.file.close()
+
     def _map(self, peer: int, place: Place) -> Mapping:
         try:
             opened = open_peer(self.transport.pids[peer], place.descriptor)
@@ -80,6 +86,7 @@ class HostPool(BufferPool):
     def __init__(self, room: Room, keep: int) -> None:
         super().__init__(torch.device("cpu"), keep)
         self.room = room
+        self._blocks: weakref.WeakSet[HostBlock] = weakref.WeakSet()
 
     @override
     def take(self, nbytes: int) -> HostBlock:
@@ -94,7 +101,14 @@ class HostPool(BufferPool):
 
     @override
     def _make(self, nbytes: int) -> HostBlock:
-        return HostBlock(*self.room.file.block(nbytes), nbytes)
+        block = HostBlock(*self.room.file.block(nbytes), nbytes)
+        self._blocks.add(block)
+        return block
+
+    def await_readers(self) -> None:
+        """Return when no peer needs what is in any block."""
+        for block in list(self._blocks):
+            block.await_readers()
 
     @override
     def _drop(self, block: PooledBlock) -> None:

@@ -230,7 +230,7 @@ def _join(board: Board, rows: Sequence[Sequence[Any]]) -> str:
     """Map all peers' boards; return what keeps this rank from it."""
     mappings: list[Mapping | None] = [None] * len(rows)
     for peer, (host, pid, descriptor, token) in enumerate(rows):
-        if peer == board.rank:
+        if peer == board.rank or descriptor < 0:  # which says so itself
             continue
         if host != rows[board.rank][0]:
             return "ranks are on several hosts, or in several containers"
