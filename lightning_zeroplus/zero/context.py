@@ -29,6 +29,7 @@ class Context:
         """Gathers are announced first, so that ranks whose loop has ended can serve them."""
         self.is_gone = False
         """The run failed: what needs other ranks is lost."""
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._weights = 0
         self._gradients = 0
         self.settle: Callable[[], None] = lambda: None
@@ -49,6 +50,15 @@ class Context:
     def world_size(self) -> int:
         """Ranks that share the model."""
         return self.transport.world_size
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of this engine for a moment, ``[numel]``, undefined. *Local.*"""
+        found = self._scratch.get(dtype)
+        if found is None or found.numel() < numel:
+            with torch.inference_mode(False), torch.no_grad():
+                found = torch.empty(numel, dtype=dtype, device=self.device)
+            self._scratch[dtype] = found
+        return found
 
     def label(self, unit: int) -> str:
         """Return the name of a unit for messages."""

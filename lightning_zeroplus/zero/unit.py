@@ -21,6 +21,7 @@ from lightning_zeroplus.layout.span import Span
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.model import ModelParam
 from lightning_zeroplus.zero.plan import UnitPlan
+from lightning_zeroplus.zero.sums import BLOCK_NUMEL, add_sum, sum_into
 
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.grad_span import GradSpan
@@ -364,19 +365,19 @@ class Unit:
         entries = [self.entries[i] for i in self.trained]
         touched = [e for e, was_used in zip(entries, used, strict=True) if was_used]
         if not any(e.valid for e in entries):
-            _sum_into(self.accumulator, terms)
-        elif all(e.valid for e in touched):
-            self.accumulator.add_(_total(terms, self.master_dtype))
-        else:
-            total = _total(terms, self.master_dtype)
-            for entry in touched:
-                span = self.grad_layout.accumulator_span(entry.index, self.transport.rank)
-                view = self.grad_view(entry.index)
-                piece = total[span.start : span.stop]
-                if entry.valid:
-                    view.add_(piece)
-                else:
-                    view.copy_(piece)
+            sum_into(self.accumulator, terms)
+            return
+        scratch = self.context.scratch(BLOCK_NUMEL, self.master_dtype)
+        if all(e.valid for e in touched):
+            add_sum(self.accumulator, terms, scratch)
+            return
+        for entry in touched:
+            span = self.grad_layout.accumulator_span(entry.index, self.transport.rank)
+            pieces = [term[span.start : span.stop] for term in terms]
+            if entry.valid:
+                add_sum(self.grad_view(entry.index), pieces, scratch)
+            else:
+                sum_into(self.grad_view(entry.index), pieces)
 
     # -- after the optimizer
 
@@ -399,21 +400,3 @@ class Unit:
     def start_refresh(self, tag: Tag) -> Work | None:
         """Start sending updated weights where they are replicated."""
         return self.weights.start_refresh(tag)
-
-
-def _sum_into(out: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    if len(terms) == 1 or terms[0].dtype != out.dtype:
-        out.copy_(terms[0])
-        rest = terms[1:]
-    else:
-        torch.add(terms[0], terms[1], out=out)
-        rest = terms[2:]
-    for term in rest:
-        out.add_(term)
-
-
-def _total(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    total = terms[0].to(dtype)
-    for term in terms[1:]:
-        total.add_(term)
-    return total
