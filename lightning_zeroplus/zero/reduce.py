@@ -12,7 +12,6 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -27,10 +26,6 @@ from lightning_zeroplus.zero.span_tensor import SpanTensor
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
 __all__ = ["Reducer"]
-
-_T: Any = torch.Tensor
-_get_grad = _T.grad.__get__
-_set_grad = _T.grad.__set__
 
 _PATIENCE_S = 1.0
 
@@ -87,19 +82,19 @@ class Reducer:
         """Take the slot's gradient away before autograd adds to it."""
         if self._aborted:
             self._recover()
-        slot = _get_grad(entry.param)
+        slot = read_slot(entry.param)
         entry.stashed = slot
         if slot is not None:
-            _set_grad(entry.param, None)
+            write_slot(entry.param, None)
 
     def land(self, entry: Entry) -> None:
         """Move the gradient that autograd left in the slot into the bucket."""
         unit = entry.unit
         bucket = unit.bucket
         held, entry.stashed = entry.stashed, None
-        grad = _get_grad(entry.param)
+        grad = read_slot(entry.param)
         if grad is None or bucket is None:
-            _set_grad(entry.param, held if grad is None else grad)
+            write_slot(entry.param, held if grad is None else grad)
             return
         if grad.requires_grad:
             raise PhaseError(
@@ -108,9 +103,9 @@ class Reducer:
             )
         if self._defers and bucket.in_flight:
             # The slot is read there, and must not show this backward's own gradient.
-            _set_grad(entry.param, held)
+            write_slot(entry.param, held)
             self.settle_flying()
-            held = _get_grad(entry.param)
+            held = read_slot(entry.param)
         kept = held is not None and held is entry.slot
         if held is None:
             entry.valid = False
@@ -120,7 +115,7 @@ class Reducer:
             grad = grad.to_dense()
         add = kept and bucket.landed[entry.index]
         bucket.land(entry.index, grad, self._scale, add=add)
-        _set_grad(entry.param, entry.slot)
+        write_slot(entry.param, entry.slot)
         if entry.counted_in != self._backward:
             entry.counted_in = self._backward
             self.count(unit)
@@ -129,7 +124,8 @@ class Reducer:
         """Note that one more parameter of ``unit`` has landed in this backward."""
         missing = self._missing.get(unit.number)
         if missing is None:
-            missing = sum(unit.entries[i].param.requires_grad for i in unit.trained)
+            with torch._C.DisableTorchFunctionSubclass():
+                missing = sum(unit.entries[i].param.requires_grad for i in unit.trained)
         self._missing[unit.number] = missing - 1
         if missing == 1:
             self._completed.append(unit.number)
