@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from lightning_zeroplus.comm.bucket import BucketMemory, GradBucket
-from lightning_zeroplus.comm.host.storage import HostBucket, HostPool, HostWeights, Room
+from lightning_zeroplus.comm.host.mapped import MappedWeights
+from lightning_zeroplus.comm.host.room import Room
+from lightning_zeroplus.comm.host.storage import HostBucket, HostPool, HostWeights
 from lightning_zeroplus.comm.host.transport import HostTransport
+from lightning_zeroplus.comm.private import resize_fallback
 from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
 from lightning_zeroplus.comm.transport import Transport
 from lightning_zeroplus.layout.bucket import GradLayout, WeightLayout
@@ -30,8 +33,9 @@ class Memory:
         resident: bool,
         pool: BufferPool,
         block_nbytes: int | None,
+        label: str = "",
     ) -> WeightStorage:
-        """Return memory for one unit's weights; ``pool`` gives blocks for full ones."""
+        """Return memory for one unit's weights; ``pool`` gives blocks for full ones. Collective."""
         return WeightStorage(
             layout,
             dtype,
@@ -66,7 +70,10 @@ class _HostMemory(Memory):
         resident: bool,
         pool: BufferPool,
         block_nbytes: int | None,
+        label: str = "",
     ) -> WeightStorage:
+        if not resident and self._room.has_counters and not resize_fallback():
+            return MappedWeights(layout, dtype, self._room, pool=pool, label=label)
         return HostWeights(
             layout,
             dtype,

@@ -116,8 +116,25 @@ class WeightStorage:
     def _start_gather(self, gathered: torch.Tensor, tag: Tag) -> Work:
         return self._transport.all_gather(gathered, self.shard, tag)
 
-    def await_readers(self) -> None:
+    needs_peers = True
+    """Whether unsharding is collective."""
+
+    def before_write(self) -> None:
         """Wait until no peer reads this rank's memory any more: it may be written."""
+
+    def before_update(self) -> None:
+        """Do the same when all ranks have met, with their weights at rest."""
+        self.before_write()
+
+    def let_go(self) -> None:
+        """Free what parameters no longer point at."""
+
+    def settle_shard(self) -> None:
+        """Have in the shard what was written to full weights that rest now."""
+
+    def drop_edits(self) -> bool:
+        """Undo what was written to the full weights, if this can; return whether it did."""
+        return False
 
     def _resting_flat(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.resizes:

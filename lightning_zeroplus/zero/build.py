@@ -106,6 +106,7 @@ def fill_unit(unit: Unit, originals: Mapping[str, torch.Tensor]) -> None:
     _broadcast(flat, unit)
     if not unit.weights.resident:
         chunk = unit.layout.chunk(unit.context.rank)
+        unit.weights.before_write()
         unit.weights.shard.copy_(flat[chunk.start : chunk.stop])
     if unit.has_own_master:
         unit.master.copy_(unit.weights.shard)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.comm.host.mapped import MappedWeights
 from lightning_zeroplus.comm.private import hide_from_compiler
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.comm.transport import Operation, Transport
@@ -114,6 +115,8 @@ class Engine(StateAccess):
         aborts = (self.reducer.abort_backward, self.residency.end_pass)
         self.end = BackwardEnd(aborts)
         flat = [u for u in self.units if not u.weights.resident]
+        self._mapped = [u.weights for u in flat if isinstance(u.weights, MappedWeights)]
+        self._warned_of_lone_uses = False
         self._saved = SavedWeights(flat, self.residency, self.end)
         self._forward_hooks = ForwardHooks(self.residency, self._saved)
         self._handles: list[object] = [module.register_forward_pre_hook(_BeforeRoot(self))]
@@ -257,6 +260,30 @@ class Engine(StateAccess):
     def end_window(self) -> None:
         """Before an update: all Flat weights rest, edits kept. *Local.*"""
         self.residency.end_window()
+
+    def meet(self) -> None:
+        """Before and after an update of weights that all ranks read: have everyone here."""
+        if not self._mapped:
+            return
+        used = [float(weights.uses) for weights in self._mapped]
+        tag = self.context.gradients_tag(Operation.STEP, -1, "an update")
+        rows = self.context.transport.exchange([sum(used)], tag)
+        if any(row != rows[0] for row in rows):
+            self._warn_of_lone_uses()
+            tag = self.context.gradients_tag(Operation.STEP, -1, "an update")
+            rows = self.context.transport.exchange(used, tag)
+            used = [max(column) for column in zip(*rows, strict=True)]
+        for weights, uses in zip(self._mapped, used, strict=True):
+            weights.met(int(uses))
+
+    def _warn_of_lone_uses(self) -> None:
+        if not self._warned_of_lone_uses and self.context.rank == 0:
+            log.warning(
+                "Some ranks have read full weights that others have not. Ranks of one host serve "
+                "that from shared memory; over a network it is an error. Read weights on every "
+                "rank, or inside of full_parameters(...) on every rank."
+            )
+        self._warned_of_lone_uses = True
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
         """Return every rank's few numbers, in rank order."""

@@ -69,7 +69,7 @@ class Residency:
         """Before an access to the shard: cached full weights that nothing uses go. *Local.*"""
         if unit.weights.is_unsharded and not self._pinned(unit):
             self._rest(unit)
-        unit.weights.await_readers()
+        unit.weights.settle_shard()
 
     def need(self, unit: Unit, operation: Operation) -> None:
         """Have the full weights of ``unit`` there; collective unless they are."""
@@ -95,9 +95,12 @@ class Residency:
             self._look_ahead(unit, operation)
 
     def _start(self, unit: Unit, operation: Operation) -> None:
-        if self._context.evaluating:
-            self._announce(unit, operation)
-        unit.weights.start_unshard(self._context.weights_tag(operation, unit.number))
+        if not unit.weights.needs_peers:
+            unit.weights.start_unshard(Tag(0, operation, unit.number))
+        else:
+            if self._context.evaluating:
+                self._announce(unit, operation)
+            unit.weights.start_unshard(self._context.weights_tag(operation, unit.number))
         if not unit.scattered:
             if unit in self._recent:
                 self._recent.remove(unit)
@@ -125,7 +128,12 @@ class Residency:
             self._rest(unit)
 
     def _look_ahead(self, unit: Unit, operation: Operation) -> None:
-        if self._prefetch < 1 or self._context.evaluating or operation is Operation.TOUCH:
+        if (
+            self._prefetch < 1
+            or not unit.weights.needs_peers
+            or self._context.evaluating
+            or operation is Operation.TOUCH
+        ):
             return
         number = self._next_after.get(self._last)
         ahead = self._by_number.get(number) if number is not None else None
@@ -151,6 +159,7 @@ class Residency:
             unit.undo_edits()
         if not self._pinned(unit):
             self._rest(unit)
+            unit.weights.settle_shard()
 
     # -- ends
 
@@ -163,6 +172,8 @@ class Residency:
         """Before an update: everything rests, edits of gathered weights are kept. *Local.*"""
         self._held.clear()
         self._rest_all(keep_pinned=False)
+        for unit in self._units:
+            unit.weights.settle_shard()
         self._last = (Operation.IDLE, -1, -1)
 
     def _rest_all(self, *, keep_pinned: bool) -> None:

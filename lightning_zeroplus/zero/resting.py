@@ -270,6 +270,7 @@ def _set_data(param: Any, value: torch.Tensor) -> None:
         local = value.to_local()
         mine = weight_span(entry).to_local()
         if local.data_ptr() != mine.data_ptr():
+            entry.unit.weights.before_write()
             with torch.no_grad():
                 mine.copy_(local)
             torch.autograd.graph.increment_version(entry.param)

@@ -153,11 +153,18 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     except _NotLocalError:
         return NotImplemented
     local_kwargs.pop("memory_format", None)
+    if mutated:
+        _before_write(lead)
     out = func(*local_args, **local_kwargs)
     if mutated:
         _note_write(lead)
         return lead
     return tree_map(lambda o: _wrap(o, lead), out)
+
+
+def _before_write(span: SpanTensor) -> None:
+    if span.of_weight:
+        span._entry.unit.weights.before_write()
 
 
 def _note_write(span: SpanTensor) -> None:
@@ -172,6 +179,7 @@ def _write_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lead: 
     """
     if not isinstance(lead, SpanView):
         return NotImplemented
+    _before_write(lead)
     base, span = lead._whole, lead._whole.span
     local = base.to_local()
     scratch = local.new_zeros(lead._entry.numel)
@@ -224,6 +232,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return arg
         return [i if m is None else _localise(i, m) for i, m in zip(arg, leads, strict=True)]
 
+    for span in (item for row in mutated for item in row if isinstance(item, SpanTensor)):
+        _before_write(span)
     try:
         out = func(*[local(a) for a in args], **{k: local(v) for k, v in kwargs.items()})
     except _NotLocalError:
@@ -256,6 +266,7 @@ def _on_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*tree_map(full, args), **tree_map(full, kwargs))
     for item in mutated:
         if isinstance(item, SpanTensor):
+            _before_write(item)
             base = item._whole if isinstance(item, SpanView) else item
             base.to_local().copy_(flats[id(item)][base.span.start : base.span.stop])
             _note_write(item)

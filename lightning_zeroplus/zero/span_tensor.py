@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_zeroplus.comm.host.mapped import MappedWeights
 from lightning_zeroplus.comm.private import forbid_raw_memory
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
@@ -236,6 +237,11 @@ def gather_full(entry: Entry, local: torch.Tensor, why: str) -> torch.Tensor:
     flat = full.as_strided((model.numel,), (1,))
     if context.world_size == 1:
         flat.copy_(local)
+        return full
+    if isinstance(unit.weights, MappedWeights) and unit.weights.holds(local):
+        start = unit.layout.offsets[entry.index]
+        with unit.weights.reading() as whole:
+            flat.copy_(whole[start : start + model.numel])
         return full
     owned = [unit.layout.owned(entry.index, r) for r in range(context.world_size)]
     most = max(span.numel for span in owned)

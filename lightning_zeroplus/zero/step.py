@@ -168,6 +168,7 @@ class BoundOptimizer:
         self._check_groups(engine)
         engine.finalize()
         engine.end_window()
+        engine.meet()
         engine.refuse_replaced()
         engine.take_back_data()
         by_shard = self._states_by_shard(engine)
@@ -194,7 +195,7 @@ class BoundOptimizer:
         # By number, because ranks may have filled their groups in different orders.
         self._units = sorted(touched, key=lambda u: u.number)
         for unit in self._units:
-            unit.weights.await_readers()
+            unit.weights.before_update()
             unit.adopt_edits()
 
     def _states_by_shard(self, engine: Engine) -> defaultdict[torch.Tensor, Any]:
@@ -256,7 +257,8 @@ class BoundOptimizer:
                 work.wait()
         for unit in units:
             if unit.weights.resident:
-                unit.weights.await_readers()
+                unit.weights.before_write()
+        engine.meet()
         if stepped:
             torch.autograd.graph.increment_version(stepped)
 

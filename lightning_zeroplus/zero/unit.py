@@ -142,6 +142,7 @@ class Unit:
             resident=resident,
             pool=pool,
             block_nbytes=block_nbytes,
+            label=self.name,
         )
         self.master = self.weights.shard
         if self.dtype != self.master_dtype:
@@ -184,7 +185,7 @@ class Unit:
             entry: of this unit.
             read: writes a range of the new full tensor, in memory order, into a 1-D tensor.
         """
-        self.weights.await_readers()
+        self.weights.before_write()
         owned = self.layout.owned(entry.index, self.transport.rank)
         own = self.weights.shard[self.shard_range(entry.index)]
         if self.weights.resident:
@@ -239,9 +240,11 @@ class Unit:
         """Copy this rank's part of edited full weights into the shard. *Local.*"""
         with torch._C.DisableTorchFunctionSubclass():
             edited = self._find_edits()
+        if not self.weights.needs_peers:  # found in `settle_shard`, when they rest
+            return
         own = self.weights.own_part()
         if edited or not torch.equal(own, self.weights.shard):
-            self.weights.await_readers()
+            self.weights.before_write()
             self.weights.shard.copy_(own)
 
     def _find_edits(self) -> bool:
@@ -288,7 +291,8 @@ class Unit:
     @torch.no_grad()
     def undo_edits(self) -> None:
         """Make `keep_edits` find nothing. *Local.*"""
-        self.weights.own_part().copy_(self.weights.shard)
+        if not self.weights.drop_edits():
+            self.weights.own_part().copy_(self.weights.shard)
         self.note_versions()
 
     def abandon(self) -> object:
@@ -315,6 +319,7 @@ class Unit:
             self.weights.shard = torch.empty(0, dtype=self.dtype)
         if self.weights.resident:
             self.weights.flat = torch.empty(0, dtype=self.dtype)
+        self.weights.let_go()
 
     # -- gradients
 

@@ -42,6 +42,8 @@ class Channel(enum.IntEnum):
     GRADIENTS = 1
 
 
+_Peer = tuple[int, memoryview, int]
+
 _TOKEN, _EVENT, _POSTED, _TAKEN = 0, 8, 16, 24
 _SLEEPING = 32
 _RECORDS = _SLEEPING + _MOST_RANKS
@@ -101,7 +103,7 @@ class Board:
         self._mapping = mapping
         self._mine = mapping.words
         self._mine[_TOKEN] = token
-        self._peers: list[tuple[int, memoryview, int]] = []
+        self._peers: list[_Peer] = []
         """Rank, words and the address of the event word of each peer."""
 
         self._boards: list[memoryview] = []
@@ -172,7 +174,7 @@ class Board:
             mine[at + 4], mine[at + 5], mine[at + 6], mine[at + 7] = place
             self._untaken[channel].add(number)
         mine[_POSTED + channel] = number
-        self._tell()
+        self.tell()
         return Posted(self, channel, number, tag)
 
     def take(self, posted: Posted) -> None:
@@ -182,7 +184,7 @@ class Board:
         self._mine[_TAKEN + posted.channel] = (
             min(untaken) - 1 if untaken else self._posted[posted.channel]
         )
-        self._tell()
+        self.tell()
 
     def is_taken(self, posted: Posted) -> bool:
         """Return whether all peers have read what they need of an operation. *Local.*"""
@@ -204,7 +206,8 @@ class Board:
         self.post(channel, tag).places()
         return [struct.unpack_from(form, words.cast("B"), at) for words in self._boards]
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Wake peers that wait for a word of this rank. *Local.*"""
         mine = self._mine
         mine[_EVENT] = (mine[_EVENT] + 1) & 0x7FFFFFFF
         for _, words, _ in self._peers:
@@ -239,22 +242,28 @@ class Board:
         return all(words[word] >= target for _, words, _ in self._peers)
 
     def reach(self, word: int, target: int, tag: Tag) -> None:
-        """Wait until a counter of every peer is at ``target`` or beyond.
+        """Wait until a counter of every peer's board is at ``target`` or beyond.
 
         Raises:
             CollectiveError: a peer died, failed, finished or stayed silent.
         """
         for peer in self._peers:
-            words = peer[1]
+            if peer[1][word] < target:
+                self._await(peer, peer[1], word, target, tag)
+
+    def reach_in(self, rows: Sequence[memoryview], word: int, target: int, tag: Tag) -> None:
+        """Do the same with words that ranks keep elsewhere, by rank, and `tell` of."""
+        for peer in self._peers:
+            if rows[peer[0]][word] < target:
+                self._await(peer, rows[peer[0]], word, target, tag)
+
+    def _await(self, peer: _Peer, words: memoryview, word: int, target: int, tag: Tag) -> None:
+        for _ in range(_POLLS):
             if words[word] >= target:
-                continue
-            for _ in range(_POLLS):
-                if words[word] >= target:
-                    break
-            else:
-                self.on_slow_wait()
-                attempt = functools.partial(self._sleep, peer, word, target, tag)
-                self.patience(tag, attempt, peer[0])
+                return
+        self.on_slow_wait()
+        attempt = functools.partial(self._sleep, peer, words, word, target, tag)
+        self.patience(tag, attempt, peer[0])
 
     def reach_within(self, word: int, target: int, tag: Tag, seconds: float) -> bool:
         """Return whether a counter of every peer is at ``target`` after at most ``seconds``."""
@@ -264,16 +273,22 @@ class Board:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._sleep(peer, word, target, tag, left)
+                self._sleep(peer, peer[1], word, target, tag, left)
         return True
 
     def _sleep(
-        self, peer: tuple[int, memoryview, int], word: int, target: int, tag: Tag, seconds: float
+        self,
+        peer: _Peer,
+        words: memoryview,
+        word: int,
+        target: int,
+        tag: Tag,
+        seconds: float,
     ) -> bool:
-        rank, words, event = peer
+        rank, board, event = peer
         slices = max(1, round(seconds / _SLICE_S))
         for _ in range(slices):
-            seen = words[_EVENT]
+            seen = board[_EVENT]
             self._mine[_SLEEPING + rank] = 1
             try:
                 if words[word] >= target:

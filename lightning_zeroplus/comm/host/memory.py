@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import itertools
 import mmap
 import os
@@ -37,11 +38,15 @@ class Place(NamedTuple):
 
 
 class Mapping:
-    """Part of a file, mapped shared; the memory lasts as long as ``bytes`` or what views it."""
+    """Part of a file, mapped; the memory lasts as long as ``bytes`` or what views it.
 
-    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+    With ``private`` what is written is seen by this process alone.
+    """
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int, *, private: bool = False) -> None:
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        self._map = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=access, offset=offset)
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=access, offset=offset)
         with torch.inference_mode(False):
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._descriptor = descriptor
@@ -61,10 +66,38 @@ class Mapping:
         """Free the memory for all processes; it reads as zeros until it is written again."""
         self._map.madvise(mmap.MADV_REMOVE)
 
+    def forget_edits(self) -> None:
+        """Of private memory: read the file again where something was written."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def has_edits(self) -> bool:
+        """Return whether something was written into private memory, page by page.
+
+        Raises:
+            OSError: the system does not tell.
+        """
+        words = torch.empty(len(self._map) // mmap.PAGESIZE, dtype=torch.int64)
+        room = memoryview(words.numpy().data).cast("B")
+        table = _page_table(os.getpid())
+        if os.preadv(table, [room], self.address // mmap.PAGESIZE * 8) != words.nbytes:
+            raise OSError("the page table ends early")
+        # A page that is there, in memory or swapped out, and is not the file's.
+        there = (words & (_PRESENT | _SWAPPED)) != 0
+        return bool((there & ((words & _OF_FILE) == 0)).any())
+
     def watch_forks(self, mappings: weakref.WeakKeyDictionary[mmap.mmap, _Part]) -> None:
         """Note the memory there as long as it is mapped."""
         part = _Part(self.address, len(self._map), self._descriptor, self._offset)
         mappings[self._map] = part
+
+
+_PRESENT, _SWAPPED, _OF_FILE = -(2**63), 2**62, 2**61
+"""Bits of an entry of Linux's /proc/<pid>/pagemap."""
+
+
+@functools.cache
+def _page_table(pid: int) -> int:
+    return os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class _Part(NamedTuple):
@@ -96,14 +129,17 @@ class _Part(NamedTuple):
 
 
 class HostFile:
-    """A growing file without a name, in memory. *Local.*
+    """A growing file without a name, in memory, or a peer's that was ``opened``. *Local.*
 
     Raises:
         OSError: the system gives none, or has no room.
     """
 
-    def __init__(self) -> None:
-        self._descriptor, self._is_tmpfs = _open_unnamed()
+    def __init__(self, opened: int | None = None) -> None:
+        self._is_tmpfs = False
+        if opened is None:
+            opened, self._is_tmpfs = _open_unnamed()
+        self._descriptor = opened
         self._stop = 0
         self._closing = weakref.finalize(self, os.close, self._descriptor)
         _FILES.add(self)
@@ -122,9 +158,18 @@ class HostFile:
             os.posix_fallocate(self._descriptor, offset, whole)
         else:
             os.ftruncate(self._descriptor, self._stop)
-        mapping = Mapping(self._descriptor, offset, whole)
+        place = Place(next(_SERIALS), self._descriptor, offset, whole)
+        return self.map(place), place
+
+    def map(self, place: Place) -> Mapping:
+        """Return a block of the file, shared; a forked child's writes stay in the child."""
+        mapping = Mapping(self._descriptor, place.offset, place.nbytes)
         mapping.watch_forks(self._mappings)
-        return mapping, Place(next(_SERIALS), self._descriptor, offset, whole)
+        return mapping
+
+    def map_private(self, place: Place) -> Mapping:
+        """Return a block of the file in which this process may write for itself."""
+        return Mapping(self._descriptor, place.offset, place.nbytes, private=True)
 
     def close(self) -> None:
         """Peers can map no more of it; what is mapped stays."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 
 import torch
@@ -10,57 +9,14 @@ from typing_extensions import override
 
 from lightning_zeroplus.comm.bucket import BucketMemory, BucketViews, GradBucket, Reduced
 from lightning_zeroplus.comm.host.board import Channel, Posted
-from lightning_zeroplus.comm.host.memory import HostFile, Mapping, Place, open_peer
-from lightning_zeroplus.comm.host.transport import HostTransport
+from lightning_zeroplus.comm.host.memory import Mapping, Place
+from lightning_zeroplus.comm.host.room import Room
 from lightning_zeroplus.comm.private import tensor_over
 from lightning_zeroplus.comm.storage import BufferPool, PooledBlock, WeightStorage
 from lightning_zeroplus.comm.transport import Tag, Work
-from lightning_zeroplus.errors import CollectiveError
 from lightning_zeroplus.layout.bucket import GradLayout, WeightLayout
 
-__all__ = ["HostBucket", "HostPool", "HostWeights", "Room"]
-
-
-class Room:
-    """One engine's file, and what it has mapped of its peers' files. *Local.*
-
-    Raises:
-        OSError: the system gives no more memory of this kind.
-    """
-
-    def __init__(self, transport: HostTransport) -> None:
-        self.transport = transport
-        self.file = HostFile()
-        self._mappings: dict[tuple[int, Place], Mapping] = {}
-
-    def bytes_of(self, peer: int, place: Place) -> torch.Tensor:
-        """Return the memory that a peer has posted, as uint8; mapped when it is first read.
-
-        Raises:
-            CollectiveError: it cannot be opened: the peer has ended.
-        """
-        found = self._mappings.get((peer, place))
-        if found is None:
-            found = self._mappings[peer, place] = self._map(peer, place)
-        return found.bytes
-
-    def close(self) -> None:
-        """Let go of the file, and of what is mapped of peers."""
-        self._mappings.clear()
-        self.file.close()
-
-    def _map(self, peer: int, place: Place) -> Mapping:
-        try:
-            opened = open_peer(self.transport.pids[peer], place.descriptor)
-        except OSError as error:
-            raise CollectiveError(
-                f"Expected the memory of rank {peer} to be there (rank {self.transport.rank}), "
-                f"got {error}. Its process has probably ended: look for its error."
-            ) from error
-        try:
-            return Mapping(opened, place.offset, place.nbytes)
-        finally:
-            os.close(opened)
+__all__ = ["HostBucket", "HostPool", "HostWeights"]
 
 
 class HostBlock(PooledBlock):
@@ -250,10 +206,14 @@ class HostWeights(WeightStorage):
             part.copy_(theirs[start : start + part.nbytes].view(part.dtype))
 
     @override
-    def await_readers(self) -> None:
+    def before_write(self) -> None:
         posted, self._last = self._last, None
         if posted is not None:
             posted.board.await_taken(posted)
+
+    @override
+    def settle_shard(self) -> None:
+        self.before_write()  # who reads it may write it, too
 
 
 class _Read:
