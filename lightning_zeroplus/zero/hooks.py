@@ -130,6 +130,8 @@ class SavedWeights:
 
     def _pair(self, outer: Any) -> tuple[Any, Any]:
         by_storage = self._by_storage
+        residency = self._residency
+        node = torch._C._current_autograd_node
 
         def pack(tensor: torch.Tensor) -> Any:
             try:
@@ -143,6 +145,14 @@ class SavedWeights:
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, _Packed):
+                unit, alias = packed.unit, packed.alias
+                if (
+                    unit is residency.in_backward
+                    and alias._version == packed.version
+                    and not torch.is_grad_enabled()
+                ):  # one weight after the other of the same unit: nothing new
+                    unit.last_node = node()
+                    return alias if packed.leaf is None else packed.leaf
                 return self._unpack(packed)  # type: ignore[no-any-return]
             if isinstance(packed, _Outer):
                 return outer[1](packed.value)  # type: ignore[no-any-return]

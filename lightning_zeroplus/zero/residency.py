@@ -35,6 +35,8 @@ class Residency:
         """Unsharded (or coming) and not scattered, least recently used first."""
         self._next_after: dict[tuple[Operation, int, int], int] = {}
         self._last: tuple[Operation, int, int] = (Operation.IDLE, -1, -1)
+        self.in_backward: Unit | None = None
+        """The unit that backward needed last, if it is there and nothing else was needed since."""
         self._by_number = {u.number: u for u in self._units}
         context.unshard_for_touch = self.touch
         context.settle_weights = self.settle
@@ -74,6 +76,7 @@ class Residency:
     def need(self, unit: Unit, operation: Operation) -> None:
         """Have the full weights of ``unit`` there; collective unless they are."""
         unit.last_node = torch._C._current_autograd_node()
+        self.in_backward = None
         if unit.weights.is_unsharded:
             if self._recent and self._recent[-1] is not unit and unit in self._recent:
                 self._recent.remove(unit)
@@ -82,6 +85,8 @@ class Residency:
                 self._note(unit, operation)
             if operation is not Operation.BACKWARD:
                 unit.wake()
+            else:
+                self.in_backward = unit
             return
         with torch._C.DisableTorchFunctionSubclass(), _plain_mode():
             if not unit.weights.is_gathering:
@@ -93,6 +98,8 @@ class Residency:
                 unit.wake()
             self._note(unit, operation)
             self._look_ahead(unit, operation)
+        if operation is Operation.BACKWARD:
+            self.in_backward = unit
 
     def _start(self, unit: Unit, operation: Operation) -> None:
         if not unit.weights.needs_peers:
@@ -145,6 +152,8 @@ class Residency:
         self._start(ahead, Operation.PREFETCH)
 
     def _rest(self, unit: Unit) -> None:
+        if unit is self.in_backward:
+            self.in_backward = None
         if unit in self._recent:
             self._recent.remove(unit)
         if unit.weights.is_gathering:
@@ -165,6 +174,7 @@ class Residency:
 
     def end_pass(self) -> None:
         """After a backward, or a forward without one: what nothing pins rests. *Local.*"""
+        self.in_backward = None
         self._rest_all(keep_pinned=True)
         self._last = (Operation.IDLE, -1, -1)
 
@@ -192,6 +202,7 @@ class Residency:
         """After an exception: forget depths and holds. *Local.*"""
         self._depth.clear()
         self._held.clear()
+        self.in_backward = None
 
     # -- serving peers whose loop goes on
 

@@ -14,7 +14,14 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_zeroplus.zero.norm import power_sum, root_of
-from lightning_zeroplus.zero.span_tensor import Geometry, SpanTensor, SpanView, gather_full
+from lightning_zeroplus.zero.span_tensor import (
+    Geometry,
+    SpanTensor,
+    SpanView,
+    gather_full,
+    is_mapped,
+    parts_of_all,
+)
 from lightning_zeroplus.zero.unit import memory_order
 
 __all__ = ["dispatch"]
@@ -299,13 +306,21 @@ def _exactly(spans: Sequence[SpanTensor], what: str) -> str:
     return f"{names[0]}{more if len(names) > 1 else ''} ({what})"
 
 
+def _everyones(
+    spans: Sequence[SpanTensor], value_of: Callable[[torch.Tensor], float], what: str
+) -> list[list[float]]:
+    """Return a number of each rank's part of each span, by rank; collective over a network."""
+    if all(span.of_weight and is_mapped(span._entry, span.to_local()) for span in spans):
+        columns = [[value_of(part) for part in parts_of_all(span._entry)] for span in spans]
+        return [list(row) for row in zip(*columns, strict=True)]
+    unit = spans[0]._entry.unit
+    own = [value_of(span.to_local()) for span in spans]
+    return unit.context.gather_values(own, unit.number, _exactly(spans, what))
+
+
 def _norms(spans: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[Any]:
     ours = [s for s in spans if isinstance(s, SpanTensor)]
-    context = ours[0]._entry.unit.context
-    partial = [power_sum([s.to_local()], order) for s in ours]
-    rows = context.gather_values(
-        partial, ours[0]._entry.unit.number, _exactly(ours, f"norm {order}")
-    )
+    rows = _everyones(ours, lambda part: power_sum([part], order), f"norm {order}")
     combine: Callable[[Sequence[float]], float] = max if order == math.inf else math.fsum
     totals = iter(root_of(combine([row[n] for row in rows]), order) for n in range(len(ours)))
     out: list[Any] = []
@@ -340,9 +355,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     span = args[0]
     if not span.dtype.is_floating_point:
         return NotImplemented
-    part = float(span.to_local().sum(dtype=torch.float64))
-    unit = span._entry.unit
-    rows = unit.context.gather_values([part], unit.number, _exactly([span], "sum"))
+    rows = _everyones([span], lambda part: float(part.sum(dtype=torch.float64)), "sum")
     dtype = kwargs.get("dtype") or span.dtype
     return torch.tensor(math.fsum(row[0] for row in rows), dtype=dtype, device=span.device)
 

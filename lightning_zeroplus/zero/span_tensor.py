@@ -7,7 +7,7 @@ all ranks together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -224,6 +224,23 @@ def refusal(entry: Entry, operation: str) -> str:
     )
 
 
+def is_mapped(entry: Entry, local: torch.Tensor) -> bool:
+    """Return whether ``local`` is of weights that are there for every rank of the host."""
+    weights = entry.unit.weights
+    return isinstance(weights, MappedWeights) and weights.holds(local)
+
+
+def parts_of_all(entry: Entry) -> Iterator[torch.Tensor]:
+    """Yield each rank's elements of a weight for which `is_mapped` holds, by rank; no copies."""
+    unit = entry.unit
+    assert isinstance(unit.weights, MappedWeights)
+    start = unit.layout.offsets[entry.index]
+    with unit.weights.reading() as whole:
+        for rank in range(unit.layout.world_size):
+            owned = unit.layout.owned(entry.index, rank)
+            yield whole[start + owned.start : start + owned.stop]
+
+
 @torch.no_grad()
 def gather_full(entry: Entry, local: torch.Tensor, why: str) -> torch.Tensor:
     """Return the full tensor of which every rank holds ``local``, in the parameter's strides."""
@@ -238,10 +255,11 @@ def gather_full(entry: Entry, local: torch.Tensor, why: str) -> torch.Tensor:
     if context.world_size == 1:
         flat.copy_(local)
         return full
-    if isinstance(unit.weights, MappedWeights) and unit.weights.holds(local):
-        start = unit.layout.offsets[entry.index]
-        with unit.weights.reading() as whole:
-            flat.copy_(whole[start : start + model.numel])
+    if is_mapped(entry, local):
+        start = 0
+        for part in parts_of_all(entry):
+            flat[start : start + part.numel()] = part
+            start += part.numel()
         return full
     owned = [unit.layout.owned(entry.index, r) for r in range(context.world_size)]
     most = max(span.numel for span in owned)

@@ -172,7 +172,7 @@ def _chosen(rank: int, world: int, plant: str) -> tuple[bool, str]:
     ("plant", "reason"),
     [
         ("tiny /dev/shm", "rank 1 gets no shared memory"),
-        ("no descriptors", "rank 1 gets no shared memory"),
+        ("no descriptors", "Too many open files"),
         ("another host", "ranks are on several hosts, or in several containers"),
         ("no pidfd", "rank 1 cannot follow the other processes"),
     ],
