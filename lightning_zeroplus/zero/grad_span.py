@@ -11,12 +11,14 @@ from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.span_tensor import SpanTensor
 from lightning_zeroplus.zero.unit import Entry
 
-__all__ = ["GradSpan", "read_slot", "write_slot"]
+__all__ = ["AS_PLAIN", "GradSpan", "get_grad", "read_slot", "set_grad", "write_slot"]
 
 _T: Any = torch.Tensor
-_AsPlain = torch._C.DisableTorchFunctionSubclass
-_get_grad = _T.grad.__get__
-_set_grad = _T.grad.__set__
+AS_PLAIN = torch._C.DisableTorchFunctionSubclass
+"""Context in which a parameter's class is not asked first, for ten times the price."""
+
+get_grad = _T.grad.__get__
+set_grad = _T.grad.__set__
 
 
 class GradSpan(SpanTensor):
@@ -51,11 +53,11 @@ class GradSpan(SpanTensor):
 
 def read_slot(param: torch.Tensor) -> torch.Tensor | None:
     """Return ``param.grad``, whatever the parameter's Python class says of ``grad``."""
-    with _AsPlain():  # a resting class would be asked first, for ten times the price
-        return _get_grad(param)  # type: ignore[no-any-return]
+    with AS_PLAIN():
+        return get_grad(param)  # type: ignore[no-any-return]
 
 
 def write_slot(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Set ``param.grad``, whatever the parameter's Python class says of ``grad``."""
-    with _AsPlain():
-        _set_grad(param, grad)
+    with AS_PLAIN():
+        set_grad(param, grad)

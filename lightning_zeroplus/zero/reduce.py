@@ -21,7 +21,13 @@ from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.budget import IN_FLIGHT
 from lightning_zeroplus.zero.context import Context
-from lightning_zeroplus.zero.grad_span import GradSpan, read_slot, write_slot
+from lightning_zeroplus.zero.grad_span import (
+    AS_PLAIN,
+    GradSpan,
+    get_grad,
+    read_slot,
+    write_slot,
+)
 from lightning_zeroplus.zero.span_tensor import SpanTensor
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
@@ -158,10 +164,11 @@ class Reducer:
         if len(self._flying) >= IN_FLIGHT:
             self._wait_a_little(self._flying[0])
         # A slot that was emptied or filled since means that the user dropped what landed.
-        for index, landed in unit.bucket.landed.items():
-            entry = unit.entries[index]
-            if landed and entry.stashed is None and read_slot(entry.param) is not entry.slot:
-                unit.bucket.landed[index] = False
+        with AS_PLAIN():
+            for index, landed in unit.bucket.landed.items():
+                entry = unit.entries[index]
+                if landed and entry.stashed is None and get_grad(entry.param) is not entry.slot:
+                    unit.bucket.landed[index] = False
         unit.bucket.start_reduce(self._context.gradients_tag(Operation.REDUCE, unit.number))
         self._flying.append(unit)
 
@@ -176,21 +183,24 @@ class Reducer:
         assert unit.bucket is not None
         reduced = unit.bucket.finish_reduce()
         entries = [unit.entries[i] for i in unit.trained]
-        for entry in entries:
-            slot = read_slot(entry.param) if entry.stashed is None else entry.stashed
-            if slot is None:
-                entry.valid = False
-            elif slot is not entry.slot:
+        with AS_PLAIN():
+            slots = [get_grad(e.param) if e.stashed is None else e.stashed for e in entries]
+        for entry, slot in zip(entries, slots, strict=True):
+            if slot is entry.slot:
+                continue
+            if slot is not None:
                 self._adopt(entry, slot)
-            if slot is None and unit.bucket.was_sent(entry.index):
+                continue
+            entry.valid = False
+            if unit.bucket.was_sent(entry.index):
                 # Emptied by the user since it landed, after a backward that raised.
                 reduced.used[unit.trained.index(entry.index)] = False
         unit.accumulate(reduced.terms, reduced.used)
         unit.bucket.release()
-        for entry, used in zip(entries, reduced.used, strict=True):
+        for entry, slot, used in zip(entries, slots, reduced.used, strict=True):
             if used:
                 entry.valid = True
-                if entry.stashed is None:
+                if slot is not entry.slot and entry.stashed is None:
                     write_slot(entry.param, entry.slot)
 
     def settle_flying(self) -> None:
