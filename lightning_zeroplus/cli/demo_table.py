@@ -49,4 +49,6 @@ def format_table(measured: Mapping[str, Sequence[Mapping[str, int]]], *, world: 
         f"{world} processes, gradients as kept between microbatches:"
     )
     note = f"Stage 3 also had up to {peak / 1e6:.2f} MB of weights unsharded at a time."
+    if not peak:
+        note = "At stage 3 the processes read each other's parts of the weights where they lie."
     return "\n".join([title, "", *lines, "", note])

@@ -48,6 +48,12 @@ def test_the_table_sets_what_was_measured_beside_the_formula() -> None:
     assert "up to 0.50 MB of weights unsharded" in lines[-1]
 
 
+def test_where_nothing_is_gathered_the_table_says_so() -> None:
+    mapped = [{**row, "unsharded_peak": 0} for row in MEASURED["stage_3"]]
+    last = format_table({**MEASURED, "stage_3": mapped}, world=2).splitlines()[-1]
+    assert "read each other's parts" in last
+
+
 def fake_phases(monkeypatch: pytest.MonkeyPatch, folder: Path, **changed: float) -> None:
     trained = {"val_loss": 2.0, "step": 350}
     resumed = {
