@@ -20,6 +20,9 @@ __all__ = ["BackwardEnd", "ForwardHooks", "Nothing", "SavedWeights", "hook_gradi
 
 _autograd = torch._C._autograd
 
+Use = tuple[Unit, Sequence[Entry]]
+"""A unit, and those of its entries that one module owns."""
+
 
 class _Ending:
     """Queued on one backward; dies uncalled if that backward raises."""
@@ -109,6 +112,7 @@ class SavedWeights:
         self._end = end
         self._pushed: list[bool] = []
         self._unpack = hide_from_compiler(self._unpack_weight)
+        self._alone = self._pair(None)
 
     def push(self) -> None:
         """Put the hooks on top, unless they are there or functorch refuses them."""
@@ -119,7 +123,7 @@ class SavedWeights:
         if top is not None and getattr(top[0], "owner", None) is self:
             self._pushed.append(False)
             return
-        pack, unpack = self._pair(top)
+        pack, unpack = self._alone if top is None else self._pair(top)
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
         self._pushed.append(True)
 
@@ -203,13 +207,13 @@ class Nothing:
 
 
 class _Enter:
-    def __init__(self, hooks: ForwardHooks, units: Sequence[Unit]) -> None:
+    def __init__(self, hooks: ForwardHooks, uses: Sequence[Use]) -> None:
         self._hooks = hooks
-        self._units = units
+        self._uses = uses
         self._run = hide_from_compiler(self._go)
 
     def _go(self) -> None:
-        self._hooks.enter(self._units)
+        self._hooks.enter(self._uses)
 
     def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
         self._run()
@@ -223,7 +227,7 @@ class _Enter:
 
 class _Leave(_Enter):
     def _go(self) -> None:
-        self._hooks.leave(self._units)
+        self._hooks.leave(self._uses)
 
 
 class ForwardHooks:
@@ -237,28 +241,29 @@ class ForwardHooks:
 
     def install(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Hook one module; ``units`` are unsharded in the given order."""
-        self._handles.append(module.register_forward_pre_hook(_Enter(self, units)))
-        self._handles.append(module.register_forward_hook(_Leave(self, units), always_call=True))
+        uses = [(unit, unit.entries_under(module)) for unit in units]
+        self._handles.append(module.register_forward_pre_hook(_Enter(self, uses)))
+        self._handles.append(module.register_forward_hook(_Leave(self, uses), always_call=True))
 
-    def enter(self, units: Sequence[Unit]) -> None:
+    def enter(self, uses: Sequence[Use]) -> None:
         """A hooked module starts."""
         self._entered.append(0)
-        for unit in units:
-            self._residency.enter(unit)
+        for unit, entries in uses:
+            self._residency.enter(unit, entries)
             self._entered[-1] += 1
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            for unit in units:
+            for unit, _ in uses:
                 self._residency.hold(unit)
         self._saved.push()
 
-    def leave(self, units: Sequence[Unit]) -> None:
+    def leave(self, uses: Sequence[Use]) -> None:
         """A hooked module has ended or raised."""
         if not self._entered:
             return
         count = self._entered.pop()
-        if count == len(units):
+        if count == len(uses):
             self._saved.pop()
-        for unit in units[:count]:
+        for unit, _ in uses[:count]:
             self._residency.leave(unit)
 
     def remove(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from lightning_zeroplus.comm.transport import Operation, Tag
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.context import Context
-from lightning_zeroplus.zero.unit import Unit
+from lightning_zeroplus.zero.unit import Entry, Unit
 
 __all__ = ["Residency"]
 
@@ -43,11 +43,11 @@ class Residency:
 
     # -- uses
 
-    def enter(self, unit: Unit) -> None:
-        """A module of ``unit`` starts its forward."""
+    def enter(self, unit: Unit, entries: Sequence[Entry]) -> None:
+        """A module of ``unit`` that owns ``entries`` starts its forward."""
         self._depth[unit.number] = self._depth.get(unit.number, 0) + 1
         try:
-            self.need(unit, Operation.FORWARD)
+            self.need(unit, Operation.FORWARD, entries)
         except BaseException:
             self._depth[unit.number] -= 1
             raise
@@ -73,8 +73,13 @@ class Residency:
             self._rest(unit)
         unit.weights.settle_shard()
 
-    def need(self, unit: Unit, operation: Operation) -> None:
-        """Have the full weights of ``unit`` there; collective unless they are."""
+    def need(
+        self, unit: Unit, operation: Operation, entries: Sequence[Entry] | None = None
+    ) -> None:
+        """Have the full weights of ``unit`` there; collective unless they are.
+
+        ``entries`` are those that are used; None: all.
+        """
         unit.last_node = torch._C._current_autograd_node()
         self.in_backward = None
         if unit.weights.is_unsharded:
@@ -84,7 +89,7 @@ class Residency:
             if self._last[2] != unit.number:
                 self._note(unit, operation)
             if operation is not Operation.BACKWARD:
-                unit.wake()
+                unit.wake(entries)
             else:
                 self.in_backward = unit
             return
@@ -95,7 +100,7 @@ class Residency:
             unit.weights.finish_unshard()
             unit.note_versions()
             if operation is not Operation.BACKWARD:
-                unit.wake()
+                unit.wake(entries)
             self._note(unit, operation)
             self._look_ahead(unit, operation)
         if operation is Operation.BACKWARD:

@@ -37,6 +37,7 @@ class Entry:
         "counted_in",
         "fqn",
         "index",
+        "is_awake",
         "model",
         "node",
         "param",
@@ -59,6 +60,8 @@ class Entry:
         self.stashed: torch.Tensor | None = None
         self.counted_in = -1
         """The backward in which it landed last."""
+        self.is_awake = False
+        """Whether the parameter of a Flat weight has the user's class now."""
         self.valid = False
         """Whether the accumulator holds this window's gradient."""
         self.shard: torch.Tensor | None = None
@@ -125,8 +128,7 @@ class Unit:
         self._grad_views: dict[int, torch.Tensor] = {}
         self.user_classes: list[type] = [type(e.param) for e in self.entries]
         self._addresses: list[tuple[Entry, torch.Tensor, int]] | None = None
-        self.is_awake = False
-        """Whether parameters of Flat weights have the user's class now."""
+        self._awake: list[Entry] = []
         self._was_awake = False
         """Whether user code could edit the full weights that are there now."""
         self.last_node: object = None
@@ -202,24 +204,34 @@ class Unit:
 
     # -- between uses
 
-    def wake(self) -> None:
-        """Full weights are there and in use: parameters take their own class. *Local.*"""
-        if not self.is_awake:
-            self.is_awake = self._was_awake = True
-            for entry, user_class in zip(self.entries, self.user_classes, strict=True):
-                entry.param.__class__ = user_class
+    def wake(self, entries: Sequence[Entry] | None = None) -> None:
+        """Full weights are there and in use: parameters take their own class. *Local.*
+
+        None: all of the unit's; else those that the module which is running owns.
+        """
+        self._was_awake = True
+        for entry in self.entries if entries is None else entries:
+            if not entry.is_awake:
+                entry.is_awake = True
+                entry.param.__class__ = self.user_classes[entry.index]
+                self._awake.append(entry)
 
     def doze(self) -> None:
         """Full weights may stay, but every access is noticed again. *Local.*"""
-        if self.is_awake:
-            self.is_awake = False
-            for entry in self.entries:
-                assert entry.resting_class is not None
-                entry.param.__class__ = entry.resting_class
+        for entry in self._awake:
+            assert entry.resting_class is not None
+            entry.is_awake = False
+            entry.param.__class__ = entry.resting_class
+        self._awake.clear()
+
+    def entries_under(self, root: nn.Module) -> list[Entry]:
+        """Return those of which ``root``, or a module in it, holds the parameter. *Local.*"""
+        inside = set(root.modules())
+        return [e for e in self.entries if not inside.isdisjoint(e.model.owners)]
 
     def note_versions(self) -> None:
         """Remember the versions of unedited full weights. *Local.*"""
-        self._was_awake = self.is_awake
+        self._was_awake = bool(self._awake)
         with torch._C.DisableTorchFunctionSubclass():
             for entry in self.entries:
                 entry.version = entry.param._version
