@@ -53,6 +53,7 @@ STRATEGY_ARGUMENTS = [
     "prefetch",
     "master_dtype",
     "reduce_dtype",
+    "transport",
     "unused_gradients",
     "unshard_on_access",
     "save_format",
