@@ -174,6 +174,7 @@ class HostWeights(WeightStorage):
         self._room = room
         self._host = room.transport
         self._place = Place(0, -1, 0, 0)
+        self._places: list[Place] = []
         self._last: Posted | None = None
         """The operation in which peers read this rank's memory last."""
 
@@ -194,16 +195,20 @@ class HostWeights(WeightStorage):
 
     def copy_parts(self, out: torch.Tensor, posted: Posted) -> None:
         """Copy every rank's chunk to its place in ``out``; all have posted."""
-        for rank, place in enumerate(posted.places()):
+        self._places = posted.places()
+        for rank in range(self._host.world_size):
             chunk = self.layout.chunk(rank)
-            part = out[chunk.start : chunk.stop]
-            if rank == self._host.rank:
-                if not self.resident:
-                    part.copy_(self.shard)
-                continue
-            theirs = self._room.bytes_of(rank, place)
-            start = chunk.start * part.element_size() if self.resident else 0
-            part.copy_(theirs[start : start + part.nbytes].view(part.dtype))
+            if rank != self._host.rank:
+                out[chunk.start : chunk.stop].copy_(self.part_of(rank))
+            elif not self.resident:
+                out[chunk.start : chunk.stop].copy_(self.shard)
+
+    def part_of(self, rank: int) -> torch.Tensor:
+        """Return a peer's chunk where it lies, as of the last gather. *Local.*"""
+        dtype = self.flat.dtype
+        start = self.layout.chunk(rank).start * dtype.itemsize if self.resident else 0
+        stop = start + self.layout.shard_numel * dtype.itemsize
+        return self._room.bytes_of(rank, self._places[rank])[start:stop].view(dtype)
 
     @override
     def before_write(self) -> None:
