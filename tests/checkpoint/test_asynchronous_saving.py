@@ -232,8 +232,15 @@ def save_with_an_error(
     return message, trainer.global_step, time.monotonic() - start
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("again", [True, False], ids=["at the next save", "at the end"])
+@pytest.mark.parametrize(
+    ("again", "victim"),
+    [
+        pytest.param(True, 0, id="at the next save-0"),
+        pytest.param(True, 1, marks=pytest.mark.full, id="at the next save-1"),
+        pytest.param(False, 0, marks=pytest.mark.full, id="at the end-0"),
+        pytest.param(False, 1, id="at the end-1"),
+    ],
+)
 def test_an_error_surfaces_on_every_rank(tmp_path: Path, again: bool, victim: int) -> None:
     with RankPool(2) as pool:
         for message, steps, seconds in pool.run(save_with_an_error, tmp_path, victim, again):
@@ -384,7 +391,7 @@ def test_best_and_last_rotate_as_without_it(pair: RankPool, tmp_path: Path, last
         assert one["global_step"] == other["global_step"]
 
 
-@pytest.mark.parametrize("last", [True, "link"])
+@pytest.mark.parametrize("last", [True, pytest.param("link", marks=pytest.mark.full)])
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_that_was_whole(
     tmp_path: Path, last: Any
 ) -> None:

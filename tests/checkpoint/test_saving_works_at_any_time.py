@@ -100,7 +100,7 @@ def rotated(pair: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[An
     return {last: pair.run(rotate, "ddp", folder / str(last), last)[0] for last in (True, "link")}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("last", [True, "link"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_best_and_last_rotate_as_under_ddp(

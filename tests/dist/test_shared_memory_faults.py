@@ -63,7 +63,10 @@ def _killed(rank: int, world: int, stage: int) -> str:
     return "trained on"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3],
+)
 def test_a_killed_rank_is_named_at_once(tmp_path: Path, stage: int) -> None:
     survivor, killed = run_with_a_death(2, tmp_path, _killed, stage)
     assert killed.exit_code == -signal.SIGKILL

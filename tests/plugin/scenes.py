@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -108,6 +109,12 @@ def data(count: int = 48, batch_size: int = 4, seed: int = 0) -> DataLoader[Any]
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)  # no shuffling
 
 
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Return this process's folder, which goes with it."""
+    return tempfile.TemporaryDirectory(prefix="zeroplus-test-", ignore_cleanup_errors=True)
+
+
 def make_trainer(strategy: Any, world: int, **options: Any) -> Trainer:
     """A quiet trainer; `strategy` is an object, a registered name or the settings of ours."""
     if isinstance(strategy, dict):
@@ -120,7 +127,7 @@ def make_trainer(strategy: Any, world: int, **options: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_checkpointing": False,
         "enable_model_summary": False,
-        "default_root_dir": tempfile.mkdtemp(prefix="zeroplus-test-"),
+        "default_root_dir": tempfile.mkdtemp(dir=_scratch().name),
     }
     for name in ("plugins", "callbacks"):  # made here: a callback holds what no pipe can carry
         if name in options:

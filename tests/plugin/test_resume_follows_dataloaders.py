@@ -169,7 +169,11 @@ VARIANTS["persistent workers"] = in_workers_kept
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "distributed"),
-    [("workers", False), ("workers", True), ("persistent workers", False)],
+    [
+        ("workers", False),
+        pytest.param("workers", True, marks=pytest.mark.full),
+        pytest.param("persistent workers", False, marks=pytest.mark.full),
+    ],
 )
 def test_worker_processes_are_given_the_next_indices(
     solo: RankPool, tmp_path: Path, name: str, distributed: bool
@@ -391,7 +395,10 @@ class OneForBoth(Variant):
         return training, training
 
 
-@pytest.mark.parametrize("name", ["shuffled", "own_generator", "persistent workers"])
+@pytest.mark.parametrize(
+    "name",
+    ["shuffled", "own_generator", pytest.param("persistent workers", marks=pytest.mark.full)],
+)
 def test_dataloaders_that_were_asked_for_before(solo: RankPool, tmp_path: Path, name: str) -> None:
     for hook in ("on_train_batch_end", "on_train_epoch_end"):
         got = solo.run(differences, Variant(name), tmp_path / hook, hook, RANDOM, Estimating)[0]

@@ -42,7 +42,7 @@ def run(rank: int, world: int, settings: dict[str, Any], folder: Path) -> tuple[
     ("form", "stage"),
     [
         ("universal", 3),
-        ("full", 3),
+        pytest.param("full", 3, marks=pytest.mark.full),
         pytest.param("universal", 1, marks=pytest.mark.full),
         pytest.param("full", 1, marks=pytest.mark.full),
     ],
