@@ -126,6 +126,10 @@ class WeightStorage:
         """Do the same when all ranks have met, with their weights at rest."""
         self.before_write()
 
+    def own_shard(self) -> torch.Tensor:
+        """Return this rank's chunk as of the last write to it, full weights at rest included."""
+        return self.shard
+
     def let_go(self) -> None:
         """Free what parameters no longer point at."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,13 @@ from lightning_zeroplus.comm.memory import memory_of
 from lightning_zeroplus.comm.transport import Operation, Tag, Transport
 
 __all__ = ["Context"]
+
+
+class SettleWeights(Protocol):
+    """Lets cached full weights of a unit go before its shard is used."""
+
+    def __call__(self, unit: Any, *, writes: bool = False) -> None:
+        """``writes``: the shard will be written."""
 
 
 class Context:
@@ -38,7 +45,7 @@ class Context:
         self.unshard_for_touch: Callable[[Any, str], None] = _no_residency
         """Unshards a unit for an access under autograd; set by the residency."""
 
-        self.settle_weights: Callable[[Any], None] = _no_cache
+        self.settle_weights: SettleWeights = _no_cache
         """Lets cached full weights of a unit go before its shard is used."""
 
     @property
@@ -86,7 +93,7 @@ class Context:
         return table
 
 
-def _no_cache(unit: object) -> None:
+def _no_cache(unit: object, *, writes: bool = False) -> None:
     """Stand-in where all weights are resident."""
 
 

@@ -116,6 +116,7 @@ class Engine(StateAccess):
         self.end = BackwardEnd(aborts)
         flat = [u for u in self.units if not u.weights.resident]
         self._mapped = [u.weights for u in flat if isinstance(u.weights, MappedWeights)]
+        self._meetings = 0
         self._warned_of_lone_uses = False
         self._saved = SavedWeights(flat, self.residency, self.end)
         self._forward_hooks = ForwardHooks(self.residency, self._saved)
@@ -262,19 +263,22 @@ class Engine(StateAccess):
         self.residency.end_window()
 
     def meet(self) -> None:
-        """Before and after an update of weights that all ranks read: have everyone here."""
+        """Have all ranks here, before and after an update of weights that all of them read."""
         if not self._mapped:
             return
-        used = [float(weights.uses) for weights in self._mapped]
+        self._stand_by()
+        reads = float(sum(weights.lone_reads for weights in self._mapped))
         tag = self.context.gradients_tag(Operation.STEP, -1, "an update")
-        rows = self.context.transport.exchange([sum(used)], tag)
+        rows = self.context.transport.exchange([reads], tag)
+        self._meetings += 1
         if any(row != rows[0] for row in rows):
             self._warn_of_lone_uses()
-            tag = self.context.gradients_tag(Operation.STEP, -1, "an update")
-            rows = self.context.transport.exchange(used, tag)
-            used = [max(column) for column in zip(*rows, strict=True)]
-        for weights, uses in zip(self._mapped, used, strict=True):
-            weights.met(int(uses))
+        for weights in self._mapped:
+            weights.met(self._meetings)
+
+    def _stand_by(self) -> None:
+        for weights in self._mapped:
+            weights.stand_by(self._meetings)
 
     def _warn_of_lone_uses(self) -> None:
         if not self._warned_of_lone_uses and self.context.rank == 0:
@@ -297,7 +301,12 @@ class Engine(StateAccess):
     def end_evaluation(self) -> None:
         """Serve peers' gathers until every rank has ended its evaluation loop."""
         if any(not u.weights.resident for u in self.units):
+            self.residency.settle_all()
+            self._stand_by()
             self.residency.serve()
+            for weights in self._mapped:  # batches may be uneven
+                weights.lone_reads = 0
+            self.meet()
         self.context.evaluating = False
 
     # -- gradients

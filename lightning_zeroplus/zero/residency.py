@@ -67,11 +67,22 @@ class Residency:
         self.hold(unit)
         self.need(unit, Operation.TOUCH)
 
-    def settle(self, unit: Unit) -> None:
-        """Before an access to the shard: cached full weights that nothing uses go. *Local.*"""
-        if unit.weights.is_unsharded and not self._pinned(unit):
+    def settle(self, unit: Unit, *, writes: bool = False) -> None:
+        """Before an access to the shard: cached full weights that nothing uses go.
+
+        *Local*, but for writes: these wait until no peer reads, and a gather under way is dropped.
+        """
+        if (unit.weights.is_unsharded or (writes and unit.weights.is_gathering)) and not (
+            self._pinned(unit)
+        ):
             self._rest(unit)
-        unit.weights.settle_shard()
+        if writes:
+            unit.weights.before_write()
+
+    def settle_all(self) -> None:
+        """Have in every shard what was written to full weights that rest now."""
+        for unit in self._units:
+            unit.weights.settle_shard()
 
     def need(
         self, unit: Unit, operation: Operation, entries: Sequence[Entry] | None = None
@@ -187,8 +198,7 @@ class Residency:
         """Before an update: everything rests, edits of gathered weights are kept. *Local.*"""
         self._held.clear()
         self._rest_all(keep_pinned=False)
-        for unit in self._units:
-            unit.weights.settle_shard()
+        self.settle_all()
         self._last = (Operation.IDLE, -1, -1)
 
     def _rest_all(self, *, keep_pinned: bool) -> None:

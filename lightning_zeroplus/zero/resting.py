@@ -43,7 +43,7 @@ class WeightSpan(SpanTensor):
         """Return this rank's elements of the weight shard, 1-D. *Local.*"""
         unit = self._entry.unit
         unit.context.settle_weights(unit)
-        chunk = unit.weights.own_part() if unit.weights.is_unsharded else unit.weights.shard
+        chunk = unit.weights.own_part() if unit.weights.is_unsharded else unit.weights.own_shard()
         return chunk[unit.shard_range(self._entry.index)]
 
     of_weight = True
@@ -268,9 +268,9 @@ def _set_data(param: Any, value: torch.Tensor) -> None:
     same_kind = value.dtype == entry.unit.dtype and value.device == entry.unit.device
     if isinstance(value, SpanTensor) and value._entry is entry and same_kind:
         local = value.to_local()
+        entry.unit.context.settle_weights(entry.unit, writes=True)
         mine = weight_span(entry).to_local()
         if local.data_ptr() != mine.data_ptr():
-            entry.unit.weights.before_write()
             with torch.no_grad():
                 mine.copy_(local)
             torch.autograd.graph.increment_version(entry.param)

@@ -171,7 +171,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _before_write(span: SpanTensor) -> None:
     if span.of_weight:
-        span._entry.unit.weights.before_write()
+        unit = span._entry.unit
+        unit.context.settle_weights(unit, writes=True)
 
 
 def _note_write(span: SpanTensor) -> None:

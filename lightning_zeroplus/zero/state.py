@@ -43,6 +43,9 @@ def unsharded(units: Sequence[Unit], residency: Residency, *, writeback: bool) -
     flat = [u for u in units if not u.weights.resident]
     before = [] if writeback else [(u, u.weights.flat.clone()) for u in units if u.weights.resident]
     for unit in flat:
+        if not unit.weights.needs_peers:  # what was written in a forward is not to be undone below
+            residency.settle(unit)
+            unit.weights.settle_shard()
         residency.hold(unit)
         residency.need(unit, Operation.FULL)
     try:

@@ -29,7 +29,10 @@ _POLLS = 50
 _SLICE_S = 0.02
 """How long one sleep is at most: between two, peers' lives are looked at."""
 
-_RING = 64
+_RING = 1024
+_AHEAD = _RING // 2
+"""Operations by which one rank may be ahead of another."""
+
 _RECORD_WORDS = 8
 _SLOT_FLOATS = 4096
 _MOST_RANKS = 1024
@@ -164,6 +167,8 @@ class Board:
         With a ``place`` peers may read there, and keep theirs for this rank, until `take`.
         """
         number = self._posted[channel] = self._posted[channel] + 1
+        if number > _AHEAD:  # records are written over: nobody may still need that one
+            self.reach(_POSTED + channel, number - _AHEAD, tag)
         at = _record_at(channel, number)
         mine = self._mine
         mine[at] = tag.sequence
@@ -298,17 +303,22 @@ class Board:
                 self._mine[_SLEEPING + rank] = 0
             if words[word] >= target:
                 return True
-            self._refuse_dead(tag)
+            if self._is_dead(rank):
+                if words[word] >= target:  # its last act
+                    return True
+                self._refuse_dead(rank, tag)
             self.on_slow_wait()
         return False
 
-    def _refuse_dead(self, tag: Tag) -> None:
-        for rank, life in self._lives.items():
-            if life.poll(0):
-                raise CollectiveError(
-                    f"Expected rank {rank} to join {tag} (rank {self.rank}), but its process "
-                    f"{self._pids[rank]} has ended. Look for its error, or for what killed it."
-                )
+    def _is_dead(self, rank: int) -> bool:
+        life = self._lives.get(rank)
+        return life is not None and bool(life.poll(0))
+
+    def _refuse_dead(self, rank: int, tag: Tag) -> None:
+        raise CollectiveError(
+            f"Expected rank {rank} to join {tag} (rank {self.rank}), but its process "
+            f"{self._pids[rank]} has ended. Look for its error, or for what killed it."
+        )
 
 
 def _record_at(channel: Channel, number: int) -> int:

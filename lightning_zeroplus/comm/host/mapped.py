@@ -6,10 +6,12 @@ puts the private mapping under the unit's storage. What user code writes there s
 until the weights rest and are settled: then the rank copies its own span of what was written to
 the shared mapping, and lets its private pages go, which would hide later updates.
 
-Nobody writes a span that a peer may still read. Each rank counts, per unit, the uses that it has
-begun and ended. A write at rest first waits until every peer has ended as many uses; the use after
-it waits until every peer has begun it, and with that has done its own writes. Updates by the
-optimizer come between two meetings of all ranks instead.
+Reading needs nobody and is not counted: ranks may read differently often. Nobody writes a span that
+a peer may still read, though. Writes at rest come in *epochs*: a rank enters one, and writes when
+every peer has entered it as well, after its last read; before a rank reads again it waits until
+every peer has left the epoch, with its own writes done. All ranks write together, as in any
+replicated training. A rank that waits where all ranks meet (before and after an update, at the end
+of an evaluation) reads nothing, and counts as having entered and left every epoch until then.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from lightning_zeroplus.layout.bucket import WeightLayout
 
 __all__ = ["MappedWeights"]
 
+_EPOCHS = 1 << 32
+"""Epochs between two meetings; counters are the number of meetings times this, and the epoch."""
+
 
 class MappedWeights(WeightStorage):
     """One unit's weights, stored once for all ranks of the host."""
@@ -38,17 +43,19 @@ class MappedWeights(WeightStorage):
         self, layout: WeightLayout, dtype: torch.dtype, room: Room, *, pool: BufferPool, label: str
     ) -> None:
         self._room = room
-        self._board = room.transport.board
         self._rank = room.transport.rank
-        self._tag = Tag(0, Operation.TOUCH, -1, label)
+        self._tag = Tag(0, Operation.TOUCH, -1, f"a write to {label}")
         self._shared, self._private = room.shared_block(layout.nbytes)
-        self._uses = room.new_counter()
-        self._rests = room.new_counter()
-        self._used = 0
-        self._written = False
-        """Whether this rank has written its span since its last use."""
+        self._entered = room.new_counter()
+        self._left = room.new_counter()
+        self._epoch = 0
+        self._writes = False
+        """Whether this rank is inside of an epoch."""
 
         self._maybe_edited = False
+        self.lone_reads = 0
+        """Reads outside of a forward or backward: ranks should make equally many."""
+
         super().__init__(layout, dtype, room.transport, resident=False, pool=pool)
 
     @override
@@ -60,30 +67,18 @@ class MappedWeights(WeightStorage):
     @override
     def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         whole = self._shared.bytes.untyped_storage()
-        self.everyones = tensor_over(whole, dtype, self.layout.numel, device)
+        self._everyones = tensor_over(whole, dtype, self.layout.numel, device)
+        self._readers = tensor_over(self._full, dtype, self.layout.numel, device)
         chunk = self.layout.chunk(self._rank)
-        return self.everyones[chunk.start : chunk.stop]
+        return self._everyones[chunk.start : chunk.stop]
 
-    # -- uses
-
-    @property
-    def uses(self) -> int:
-        """How often this rank has used the weights."""
-        return self._used
-
-    def _begin(self) -> None:
-        self._used += 1
-        self._room.count(self._uses, self._used)
-        if self._written:
-            self._room.await_all(self._uses, self._used, self._tag)
-            self._written = False
-
-    def _end(self) -> None:
-        self._room.count(self._rests, self._used)
+    # -- reads
 
     @override
     def start_unshard(self, tag: Tag) -> None:
-        self._begin()
+        self._leave_epoch()
+        if tag.operation is Operation.TOUCH:
+            self.lone_reads += 1
 
     @override
     def finish_unshard(self) -> None:
@@ -99,7 +94,6 @@ class MappedWeights(WeightStorage):
         if self.is_unsharded:
             swap_memory(self.flat.untyped_storage(), self._full)
             self.is_unsharded = False
-            self._end()
 
     @override
     def abandon(self) -> None:
@@ -108,25 +102,42 @@ class MappedWeights(WeightStorage):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a view of these weights."""
         memory = tensor.untyped_storage()._cdata
-        return memory in {
-            self.shard.untyped_storage()._cdata,
-            self.flat.untyped_storage()._cdata,
-        }
+        ours = (self.shard, self.flat, self._readers)
+        return any(memory == t.untyped_storage()._cdata for t in ours)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[torch.Tensor]:
-        """Give the full weights at rest, flat, as a use of their own."""
+        """Give the full weights, flat, as this rank sees them."""
         if self.is_unsharded:
             yield self.flat
             return
-        self.settle_shard()
-        self._begin()
-        try:
-            yield self.everyones
-        finally:
-            self._end()
+        self._leave_epoch()
+        self.lone_reads += 1
+        yield self._readers
+
+    @override
+    def own_shard(self) -> torch.Tensor:
+        if self._maybe_edited and not self.is_unsharded:
+            if self._has_edits():
+                chunk = self.layout.chunk(self._rank)
+                return self._readers[chunk.start : chunk.stop]
+            self._maybe_edited = False
+        return self.shard
 
     # -- writes
+
+    def _enter_epoch(self) -> None:
+        if not self._writes:
+            self._writes = True
+            self._epoch += 1
+            self._room.count(self._entered, self._epoch)
+        self._room.await_all(self._entered, self._epoch, self._tag)
+
+    def _leave_epoch(self) -> None:
+        if self._writes:
+            self._writes = False
+            self._room.count(self._left, self._epoch)
+            self._room.await_all(self._left, self._epoch, self._tag)
 
     @override
     def settle_shard(self) -> None:
@@ -134,54 +145,53 @@ class MappedWeights(WeightStorage):
             return
         self._maybe_edited = False
         if self._has_edits():
-            self._await_rest()
+            self._enter_epoch()
+            chunk = self.layout.chunk(self._rank)
             with torch.no_grad():
-                self.shard.copy_(self._own_view())
+                self.shard.copy_(self._readers[chunk.start : chunk.stop])
             self._private.forget_edits()
 
     def _has_edits(self) -> bool:
         try:
             return self._private.has_edits()
         except OSError:  # compared then, for all that it costs
-            private = tensor_over(self._full, self.flat.dtype, self.layout.numel, self.flat.device)
-            return not torch.equal(private.view(torch.uint8), self.everyones.view(torch.uint8))
-
-    def _own_view(self) -> torch.Tensor:
-        chunk = self.layout.chunk(self._rank)
-        private = tensor_over(self._full, self.flat.dtype, self.layout.numel, self.flat.device)
-        return private[chunk.start : chunk.stop]
-
-    def _await_rest(self) -> None:
-        self._room.await_all(self._rests, self._used, self._tag)
-        self._written = True
+            mine, all_ = self._readers, self._everyones
+            return not torch.equal(mine.view(torch.uint8), all_.view(torch.uint8))
 
     @override
     def before_write(self) -> None:
         if not self.is_unsharded:
             self.settle_shard()
-            self._await_rest()
+            self._enter_epoch()
 
     @override
     def before_update(self) -> None:
         """Have nothing to wait for: all ranks have met."""
-
-    def met(self, uses: int) -> None:
-        """All ranks have met with their weights at rest, after ``uses`` at most. *Local.*"""
-        self._written = False
-        if uses != self._used:
-            self._used = uses
-            self._room.count(self._uses, uses)
-            self._room.count(self._rests, uses)
 
     @override
     def drop_edits(self) -> bool:
         self._private.forget_edits()
         return True
 
+    # -- meetings
+
+    def stand_by(self, meetings: int) -> None:
+        """Say that this rank neither reads nor writes until all have met. *Local.*"""
+        self._writes = False
+        until = (meetings + 1) * _EPOCHS - 1
+        self._room.count(self._entered, until)
+        self._room.count(self._left, until)
+
+    def met(self, meetings: int) -> None:
+        """All ranks have met, ``meetings`` times by now. *Local.*"""
+        # Peers see the earlier, lower counters until this rank enters an epoch of its own.
+        self._epoch = meetings * _EPOCHS
+        self.lone_reads = 0
+
     @override
     def let_go(self) -> None:
         empty = torch.empty(0, dtype=self.flat.dtype)
-        self.everyones = empty
+        self._everyones = self._readers = empty
         self._full = empty.untyped_storage()
         del self._shared, self._private
 

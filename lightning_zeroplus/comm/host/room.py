@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from lightning_zeroplus.comm.host.board import Channel
+from lightning_zeroplus.comm.host.board import Channel, Posted
 from lightning_zeroplus.comm.host.memory import HostFile, Mapping, Place, open_peer
 from lightning_zeroplus.comm.host.transport import HostTransport
 from lightning_zeroplus.comm.transport import Operation, Tag
@@ -28,6 +28,12 @@ class Room:
     def __init__(self, transport: HostTransport) -> None:
         self.transport = transport
         self.file = HostFile()
+        self.gathers = False
+        """Whether weights are copied together, which needs all ranks."""
+
+        self.outstanding: set[Posted] = set()
+        """Operations of which peers' memory is yet to be read."""
+
         self._mappings: dict[tuple[int, Place], Mapping] = {}
         self._first_file: HostFile | None = None
         self._counters: list[memoryview] = []
@@ -59,7 +65,10 @@ class Room:
             ) from error
 
     def close(self) -> None:
-        """Let go of files, and of what is mapped of peers."""
+        """Let go of files, and of what is mapped of peers; what is outstanding is not read."""
+        for posted in self.outstanding:
+            posted.board.take(posted)
+        self.outstanding.clear()
         self._mappings.clear()
         self._counters.clear()
         self.file.close()

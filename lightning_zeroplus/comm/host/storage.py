@@ -110,7 +110,10 @@ class HostBucket(GradBucket):
 
     @override
     def await_reduced(self, seconds: float) -> bool:
-        return self._posted is not None and self._posted.await_ready(seconds)
+        posted = self._posted
+        if posted is not None and not self._room.gathers:
+            posted.places()  # nobody needs this rank meanwhile: no reason to run ahead
+        return posted is not None and posted.await_ready(seconds)
 
     @override
     def _open(self) -> PooledBlock:
@@ -124,6 +127,7 @@ class HostBucket(GradBucket):
         block = self._sent
         assert isinstance(block, HostBlock)
         self._posted = block.read_by = self._host.post(Channel.GRADIENTS, tag, block.place)
+        self._room.outstanding.add(self._posted)
         sent = sum(self.layout.sent_numels) * self.layout.itemsize
         self._host.sent_nbytes += sent
 
@@ -154,6 +158,7 @@ class HostBucket(GradBucket):
     def release(self) -> None:
         posted, self._posted = self._posted, None
         if posted is not None:
+            self._room.outstanding.discard(posted)
             posted.board.take(posted)
         super().release()
 
@@ -172,6 +177,7 @@ class HostWeights(WeightStorage):
         block_nbytes: int | None = None,
     ) -> None:
         self._room = room
+        room.gathers = room.gathers or not resident
         self._host = room.transport
         self._place = Place(0, -1, 0, 0)
         self._places: list[Place] = []
@@ -217,8 +223,9 @@ class HostWeights(WeightStorage):
             posted.board.await_taken(posted)
 
     @override
-    def settle_shard(self) -> None:
-        self.before_write()  # who reads it may write it, too
+    def own_shard(self) -> torch.Tensor:
+        self.before_write()  # who asks for it may write it, too
+        return self.shard
 
 
 class _Read:
