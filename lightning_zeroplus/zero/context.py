@@ -45,6 +45,9 @@ class Context:
         self.unshard_for_touch: Callable[[Any, str], None] = _no_residency
         """Unshards a unit for an access under autograd; set by the residency."""
 
+        self.is_in_forward: Callable[[Any], bool] = _never
+        """Whether a module of a unit runs now, so that its full weights are there."""
+
         self.settle_weights: SettleWeights = _no_cache
         """Lets cached full weights of a unit go before its shard is used."""
 
@@ -91,6 +94,11 @@ class Context:
         self.transport.all_gather(rows, mine, tag).wait()
         table: list[list[float]] = rows.view(self.world_size, -1).tolist()
         return table
+
+
+def _never(unit: object) -> bool:
+    """Stand-in where all weights are resident."""
+    return False
 
 
 def _no_cache(unit: object, *, writes: bool = False) -> None:

@@ -40,6 +40,7 @@ class Residency:
         self._by_number = {u.number: u for u in self._units}
         context.unshard_for_touch = self.touch
         context.settle_weights = self.settle
+        context.is_in_forward = self._is_in_forward
 
     # -- uses
 
@@ -57,6 +58,9 @@ class Residency:
         self._depth[unit.number] -= 1
         if self._depth[unit.number] == 0 and unit.number not in self._held:
             unit.doze()
+
+    def _is_in_forward(self, unit: Unit) -> bool:
+        return self._depth.get(unit.number, 0) > 0 and unit.weights.is_unsharded
 
     def hold(self, unit: Unit) -> None:
         """Keep ``unit`` unsharded until the window ends."""

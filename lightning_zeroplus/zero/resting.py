@@ -188,7 +188,18 @@ def _access(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if getattr(func, "__module__", "") == "torch.nn.init":
         with torch.no_grad():
             return _on_spans(func, args, kwargs)
+    entries = _resting_entries(args, kwargs)
+    if entries and all(_is_in_use(entry) for entry in entries):
+        # Another module of the same unit runs: full weights are there, and it reads them next.
+        for entry in entries:
+            entry.unit.wake([entry])
+        return func(*args, **kwargs)
     return _access_values(func, args, kwargs)
+
+
+def _is_in_use(entry: Entry) -> bool:
+    context = entry.unit.context
+    return context.gathers_on_access and context.is_in_forward(entry.unit)
 
 
 def _access_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
