@@ -153,7 +153,7 @@ def _planted(plant: str) -> Iterator[None]:
         patch.setattr(os, "pidfd_open", fails)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if plant == "no descriptors":
-        opened = len(os.listdir("/proc/self/fd"))
+        opened = len(os.listdir("/proc/self/fd"))  # and one for the listing itself
         resource.setrlimit(resource.RLIMIT_NOFILE, (opened - 1, limit[1]))
     try:
         yield

@@ -127,10 +127,11 @@ class MappedWeights(WeightStorage):
     # -- writes
 
     def _enter_epoch(self) -> None:
-        if not self._writes:
-            self._writes = True
-            self._epoch += 1
-            self._room.count(self._entered, self._epoch)
+        # A new one for every write: between two, peers may read or not.
+        self._room.count(self._left, self._epoch)
+        self._writes = True
+        self._epoch += 1
+        self._room.count(self._entered, self._epoch)
         self._room.await_all(self._entered, self._epoch, self._tag)
 
     def _leave_epoch(self) -> None:

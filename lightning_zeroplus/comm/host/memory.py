@@ -13,7 +13,7 @@ import mmap
 import os
 import stat
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,35 +40,41 @@ class Place(NamedTuple):
 class Mapping:
     """Part of a file, mapped; the memory lasts as long as ``bytes`` or what views it.
 
-    With ``private`` what is written is seen by this process alone.
+    With ``private`` what is written is seen by this process alone. Python's own `mmap` would keep
+    a descriptor per mapping.
+
+    Raises:
+        OSError: the system maps no more.
     """
 
     def __init__(self, descriptor: int, offset: int, nbytes: int, *, private: bool = False) -> None:
-        access = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        self._map = mmap.mmap(descriptor, nbytes, flags=flags, prot=access, offset=offset)
+        self.address = _mmap(None, nbytes, flags, descriptor, offset)
+        self.nbytes = nbytes
+        # A class of its own, because plain arrays of ctypes cannot be referenced weakly.
+        kind: Any = type("_Region", (ctypes.c_ubyte * nbytes,), {})
+        self._region = kind.from_address(self.address)
+        weakref.finalize(self._region, _libc().munmap, self.address, nbytes)
         with torch.inference_mode(False):
-            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._descriptor = descriptor
-        self._offset = offset
-
-    @property
-    def address(self) -> int:
-        """Of the first byte in this process."""
-        return self.bytes.data_ptr()
+            self.bytes = torch.frombuffer(self._region, dtype=torch.uint8)
+        self._part = _Part(self.address, nbytes, descriptor, offset)
 
     @property
     def words(self) -> memoryview:
         """The memory as signed 64-bit words."""
-        return memoryview(self._map).cast("q")
+        return memoryview(self.bytes.numpy().data).cast("q")
+
+    def _advise(self, advice: int) -> None:
+        if _libc().madvise(self.address, self.nbytes, advice):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def drop_pages(self) -> None:
         """Free the memory for all processes; it reads as zeros until it is written again."""
-        self._map.madvise(mmap.MADV_REMOVE)
+        self._advise(mmap.MADV_REMOVE)
 
     def forget_edits(self) -> None:
         """Of private memory: read the file again where something was written."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self._advise(mmap.MADV_DONTNEED)
 
     def has_edits(self) -> bool:
         """Return whether something was written into private memory, page by page.
@@ -76,7 +82,7 @@ class Mapping:
         Raises:
             OSError: the system does not tell.
         """
-        words = torch.empty(len(self._map) // mmap.PAGESIZE, dtype=torch.int64)
+        words = torch.empty(self.nbytes // mmap.PAGESIZE, dtype=torch.int64)
         room = memoryview(words.numpy().data).cast("B")
         table = _page_table(os.getpid())
         if os.preadv(table, [room], self.address // mmap.PAGESIZE * 8) != words.nbytes:
@@ -85,10 +91,29 @@ class Mapping:
         there = (words & (_PRESENT | _SWAPPED)) != 0
         return bool((there & ((words & _OF_FILE) == 0)).any())
 
-    def watch_forks(self, mappings: weakref.WeakKeyDictionary[mmap.mmap, _Part]) -> None:
+    def watch_forks(self, mappings: dict[int, _Part]) -> None:
         """Note the memory there as long as it is mapped."""
-        part = _Part(self.address, len(self._map), self._descriptor, self._offset)
-        mappings[self._map] = part
+        mappings[self.address] = self._part
+        weakref.finalize(self._region, mappings.pop, self.address, None)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, size]
+    libc.madvise.argtypes = [ctypes.c_void_p, size, number]
+    return libc
+
+
+def _mmap(address: int | None, nbytes: int, flags: int, descriptor: int, offset: int) -> int:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    found = _libc().mmap(address, nbytes, access, flags, descriptor, offset)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(found)
 
 
 _PRESENT, _SWAPPED, _OF_FILE = -(2**63), 2**62, 2**61
@@ -108,24 +133,8 @@ class _Part(NamedTuple):
 
     def part_from_parent(self) -> None:
         """In a forked child: pages that it writes are its own from now on."""
-        call = ctypes.CDLL(None, use_errno=True).mmap
-        call.restype = ctypes.c_void_p
-        call.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        ]
-        call(
-            self.address,
-            self.nbytes,
-            mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_PRIVATE | _MAP_FIXED,
-            self.descriptor,
-            self.offset,
-        )
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        _mmap(self.address, self.nbytes, flags, self.descriptor, self.offset)
 
 
 class HostFile:
@@ -143,7 +152,7 @@ class HostFile:
         self._stop = 0
         self._closing = weakref.finalize(self, os.close, self._descriptor)
         _FILES.add(self)
-        self._mappings: weakref.WeakKeyDictionary[mmap.mmap, _Part] = weakref.WeakKeyDictionary()
+        self._mappings: dict[int, _Part] = {}
 
     def block(self, nbytes: int) -> tuple[Mapping, Place]:
         """Return ``nbytes`` of zeros, and where peers find them.

@@ -206,14 +206,16 @@ def over_host(beneath: Transport) -> tuple[HostTransport | None, str]:
     tag = Tag(0, Operation.SETUP, -1, "shared memory of this host")
     token = secrets.randbits(62)
     board = file = None
+    host = ""
     descriptor, reason = -1, _obstacle()
     if not reason:
         try:
+            host = _host()
             board, file, place = new_board(beneath.rank, token)
             descriptor = place.descriptor
         except OSError as error:
             reason = f"rank {beneath.rank} gets no shared memory ({error})"
-    row = [_host(), os.getpid(), descriptor, token]
+    row = [host, os.getpid(), descriptor, token]
     rows = [json.loads(raw) for raw in beneath.exchange_bytes(json.dumps(row).encode(), tag)]
     if not reason and board is not None:
         reason = _join(board, rows)
@@ -254,10 +256,7 @@ def _obstacle() -> str:
 
 
 def _host() -> str:
-    """Return what is equal for processes that may see each other, or "" where that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
-    except OSError:
-        return ""
+    """Return what is equal for processes that may see each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")]
     return " ".join([boot, *spaces])
