@@ -98,7 +98,7 @@ class Board:
     Args:
         mapping: this rank's own.
         rank: of this process.
-        labels: names of units by number, for messages.
+        token: by which peers know that they have opened this one.
     """
 
     def __init__(self, mapping: Mapping, rank: int, token: int) -> None:
@@ -190,10 +190,6 @@ class Board:
             min(untaken) - 1 if untaken else self._posted[posted.channel]
         )
         self.tell()
-
-    def is_taken(self, posted: Posted) -> bool:
-        """Return whether all peers have read what they need of an operation. *Local.*"""
-        return self.has_reached(_TAKEN + posted.channel, posted.number)
 
     def await_taken(self, posted: Posted) -> None:
         """Wait until all peers have read what they need of an operation."""
