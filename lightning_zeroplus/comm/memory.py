@@ -90,7 +90,7 @@ class _HostMemory(Memory):
         if not alone:
             self._blocks.await_readers()
         super().close(alone=alone)
-        self._room.close()
+        self._room.close(alone=alone)
 
 
 def memory_of(transport: Transport, device: torch.device) -> Memory:

@@ -294,6 +294,14 @@ def test_two_jobs_on_one_host_do_not_meet() -> None:
     assert len(set(found[0])) == 1
 
 
+def test_a_descriptor_that_stands_for_another_file_is_noticed() -> None:
+    first, second = memory.HostFile(), memory.HostFile()
+    (_, wanted), (_, other) = first.block(1), second.block(1)
+    os.close(memory.open_peer(os.getpid(), wanted.descriptor, wanted.inode))
+    with pytest.raises(OSError, match="another file by now"):
+        memory.open_peer(os.getpid(), other.descriptor, wanted.inode)
+
+
 def test_a_peers_file_must_be_a_file(tmp_path: Path) -> None:
     read, write = os.pipe()
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import itertools
 import mmap
 import os
 import stat
@@ -22,15 +21,14 @@ from lightning_zeroplus.layout.span import round_up
 __all__ = ["HostFile", "Mapping", "Place", "open_peer"]
 
 _SHM = "/dev/shm"  # noqa: S108 - a file there gets no name
-_SERIALS = itertools.count(1)
 _MAP_FIXED = 0x10
 
 
 class Place(NamedTuple):
     """Where a block of a process lies, for its peers: plain numbers."""
 
-    serial: int
-    """Unlike that of any other block of the process."""
+    inode: int
+    """Of the file: a descriptor may stand for another one later."""
 
     descriptor: int
     offset: int
@@ -167,7 +165,7 @@ class HostFile:
             os.posix_fallocate(self._descriptor, offset, whole)
         else:
             os.ftruncate(self._descriptor, self._stop)
-        place = Place(next(_SERIALS), self._descriptor, offset, whole)
+        place = Place(os.fstat(self._descriptor).st_ino, self._descriptor, offset, whole)
         return self.map(place), place
 
     def map(self, place: Place) -> Mapping:
@@ -216,16 +214,20 @@ def _is_missing(error: OSError) -> bool:
     return error.errno in (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 
-def open_peer(pid: int, descriptor: int) -> int:
+def open_peer(pid: int, descriptor: int, inode: int | None = None) -> int:
     """Return an open descriptor of a peer's file; close it after mapping.
 
     Raises:
-        OSError: it is not there, not ours to open, or no regular file.
+        OSError: it is not there, not ours to open, no regular file, or not that of ``inode``.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     # Whatever has that number in another process must not make us wait.
     found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
+    about = os.fstat(found)
+    if not stat.S_ISREG(about.st_mode):
         os.close(found)
         raise OSError(f"{path} is no regular file")
+    if inode not in (None, about.st_ino):
+        os.close(found)
+        raise OSError(f"{path} is another file by now")
     return found

@@ -57,21 +57,22 @@ class Room:
 
     def _open(self, peer: int, place: Place) -> int:
         try:
-            return open_peer(self.transport.pids[peer], place.descriptor)
+            return open_peer(self.transport.pids[peer], place.descriptor, place.inode)
         except OSError as error:
             raise CollectiveError(
                 f"Expected the memory of rank {peer} to be there (rank {self.transport.rank}), "
                 f"got {error}. Its process has probably ended: look for its error."
             ) from error
 
-    def close(self) -> None:
+    def close(self, *, alone: bool) -> None:
         """Let go of files, and of what is mapped of peers; what is outstanding is not read."""
         for posted in self.outstanding:
             posted.board.take(posted)
         self.outstanding.clear()
         self._mappings.clear()
         self._counters.clear()
-        self.file.close()
+        if not alone:  # else a peer that lags may still map what this rank has posted
+            self.file.close()
         if self._first_file is not None:
             self._first_file.close()
 
