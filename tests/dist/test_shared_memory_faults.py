@@ -153,8 +153,9 @@ def _planted(plant: str) -> Iterator[None]:
         patch.setattr(os, "pidfd_open", fails)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if plant == "no descriptors":
-        opened = len(os.listdir("/proc/self/fd"))  # and one for the listing itself
-        resource.setrlimit(resource.RLIMIT_NOFILE, (opened - 1, limit[1]))
+        lowest = os.dup(0)  # the limit is one of numbers, not of how many are open
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limit[1]))
     try:
         yield
     finally:
