@@ -88,18 +88,20 @@ class GradBucket:
         self._arrival_nbytes = max(memory.arrival_nbytes, layout.arriving_nbytes)
         self._serial = next(_SERIALS)
         self._block: PooledBlock | None = None
+        self._usual: PooledBlock | None = None
         self._open_views: BucketViews | None = None
         """Views of the block that is open for landing."""
         self._sent: PooledBlock | None = None
         self._arrived: PooledBlock | None = None
         self._work: Work | None = None
         self._tag: Tag | None = None
-        self._sent_landed: dict[int, bool] = {}
-        self.landed: dict[int, bool] = dict.fromkeys(layout.trained, False)
+        self._sent_landed: set[int] = set()
+        self.landed: set[int] = set()
+        """Parameters whose gradients have landed since the last reduction started."""
 
     def was_sent(self, index: int) -> bool:
         """Return whether the last reduction carried a gradient of ``index`` from this rank."""
-        return self._sent_landed[index]
+        return index in self._sent_landed
 
     @property
     def in_flight(self) -> bool:
@@ -121,7 +123,7 @@ class GradBucket:
 
     def _open(self) -> PooledBlock:
         if self._block is None:
-            self._block = self._pool.take(self._block_nbytes)
+            self._block = self._usual = self._pool.take(self._block_nbytes, self._usual)
         return self._block
 
     def _views(self) -> BucketViews:
@@ -144,28 +146,37 @@ class GradBucket:
             parts = self.layout.parts_of[index]
             for part, view in zip(parts, views.parts[index], strict=True):
                 write_piece(view, flat[part.span.start : part.span.stop], scale, add)
-        self.landed[index] = True
+        self.landed.add(index)
 
-    @torch.no_grad()
     def start_reduce(self, tag: Tag) -> None:
         """Start sending each rank its part; parameters that did not land count as zeros."""
-        views = self._views()
-        for index, landed in self.landed.items():
-            if not landed:
-                for view in views.parts[index]:
-                    view.zero_()
-        self._write_header(views, tag)
+        views = self._open_views or self._views()
+        if len(self.landed) < len(self.layout.trained):
+            for index in self.layout.trained:
+                if index not in self.landed:
+                    for view in views.parts[index]:
+                        view.zero_()
         self._tag = tag
         self._sent = self._block
-        self._sent_landed = dict(self.landed)
+        self._sent_landed = self.landed
         self._send(views, tag)
         self._open_views = None
         if not self._permanent:
             self._block = None
-        for index in self.landed:
-            self.landed[index] = False
+        self.landed = set()
+
+    def _bits(self) -> int:
+        """Return which of the trained parameters have landed, the first in the lowest bit."""
+        if len(self.landed) == len(self.layout.trained):
+            return (1 << len(self.layout.trained)) - 1
+        return sum(1 << n for n, index in enumerate(self.layout.trained) if index in self.landed)
+
+    def _used(self, bits: int) -> list[bool]:
+        """Return the same as one bool per trained parameter."""
+        return [bool(bits >> n & 1) for n in range(len(self.layout.trained))]
 
     def _send(self, views: BucketViews, tag: Tag) -> None:
+        self._write_header(views, tag)
         self._arrived = self._pool.take(self._arrival_nbytes)
         own = self.layout.chunk_numels[self._transport.rank]
         self._work = self._transport.all_to_all(
@@ -184,8 +195,8 @@ class GradBucket:
     def _write_header(self, views: BucketViews, tag: Tag) -> None:
         if not self.layout.header_numel:
             return
-        bits = sum(1 << n for n, landed in enumerate(self.landed.values()) if landed)
-        count = -(-len(self.landed) // 8)
+        bits = self._bits()
+        count = -(-len(self.layout.trained) // 8)
         raw = b"".join(
             int(word).to_bytes(8, "little", signed=True)
             for word in (tag.sequence, int(tag.operation), tag.unit)
@@ -194,7 +205,6 @@ class GradBucket:
         for head in views.heads:
             head[: len(raw)].copy_(header)
 
-    @torch.no_grad()
     def finish_reduce(self) -> Reduced:
         """Wait, compare headers, and return the terms; call `release` when they are summed.
 
@@ -219,11 +229,14 @@ class GradBucket:
         rows.insert(rank, mine)
         terms = [row[:body] for row in rows]
         if not self.layout.header_numel:
-            return Reduced(terms, list(self._sent_landed.values()))
+            return Reduced(terms, self._own_used())
         return Reduced(terms, self._read_headers([row[body:].view(torch.uint8) for row in rows]))
 
+    def _own_used(self) -> list[bool]:
+        return [index in self._sent_landed for index in self.layout.trained]
+
     def _read_headers(self, heads: list[torch.Tensor]) -> list[bool]:
-        count = len(self.landed)
+        count = len(self.layout.trained)
         need = 24 + -(-count // 8)
         union = 0
         mine = self._tag
@@ -239,7 +252,7 @@ class GradBucket:
                     f"Run the same number of backwards on every rank."
                 )
             union |= int.from_bytes(raw[24:need], "little")
-        return [bool(union >> n & 1) for n in range(count)]
+        return self._used(union)
 
     def release(self) -> None:
         """Give the memory of the finished reduction back. *Local.*"""

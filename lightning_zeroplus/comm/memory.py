@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lightning_zeroplus.comm.bucket import BucketMemory, GradBucket
@@ -14,15 +16,21 @@ from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
 from lightning_zeroplus.comm.transport import Transport
 from lightning_zeroplus.layout.bucket import GradLayout, WeightLayout
 
-__all__ = ["Memory", "memory_of"]
+__all__ = ["Memory", "memory_of", "settle_shards"]
+
+_KEPT = 64
+"""Idle blocks of a size: all that reductions ever need at once, so that none is made again."""
 
 
 class Memory:
     """Makes the weight storage and buckets of one engine, over copies between ranks. *Local.*"""
 
+    is_shared = False
+    """Whether ranks read each other's memory."""
+
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport = transport
-        self.gradients = BufferPool(device, keep=4)
+        self.gradients = BufferPool(device, keep=_KEPT)
         """Blocks that buckets are made of."""
 
     def weights(
@@ -57,10 +65,12 @@ class Memory:
 class _HostMemory(Memory):
     """The same over memory that the host's ranks share."""
 
+    is_shared = True
+
     def __init__(self, transport: HostTransport) -> None:
         super().__init__(transport, torch.device("cpu"))
         self._room = Room(transport)
-        self._blocks = self.gradients = HostPool(self._room, keep=4)
+        self._blocks = self.gradients = HostPool(self._room, keep=_KEPT)
 
     def weights(
         self,
@@ -91,6 +101,15 @@ class _HostMemory(Memory):
             self._blocks.await_readers()
         super().close(alone=alone)
         self._room.close(alone=alone)
+
+
+def settle_shards(weights: Sequence[WeightStorage]) -> None:
+    """Have in every shard what was written to full weights that rest now."""
+    mapped = [w for w in weights if isinstance(w, MappedWeights)]
+    MappedWeights.settle_shards(mapped)
+    if len(mapped) < len(weights):
+        for other in weights:
+            other.settle_shard()
 
 
 def memory_of(transport: Transport, device: torch.device) -> Memory:

@@ -37,12 +37,17 @@ class BufferPool:
         self.most_taken_nbytes = 0
         """Most bytes in use at one time since the start."""
 
-    def take(self, nbytes: int) -> PooledBlock:
-        """Return a block of ``nbytes`` with undefined contents."""
+    def take(self, nbytes: int, like_before: PooledBlock | None = None) -> PooledBlock:
+        """Return a block of ``nbytes`` with undefined contents, if possible the one of before."""
         self._taken_nbytes += nbytes
         self.most_taken_nbytes = max(self.most_taken_nbytes, self._taken_nbytes)
         idle = self._idle.get(nbytes)
-        return self._pick(idle) if idle else self._make(nbytes)
+        if not idle:
+            return self._make(nbytes)
+        if like_before in idle:  # whose views are made
+            idle.remove(like_before)
+            return like_before
+        return self._pick(idle)
 
     def _pick(self, idle: list[PooledBlock]) -> PooledBlock:
         return idle.pop()  # the warmest
@@ -64,8 +69,15 @@ class BufferPool:
         else:
             self._drop(block)
 
+    def drop_idle(self) -> None:
+        """Free all idle blocks when nobody needs what is in them."""
+        for blocks in self._idle.values():
+            for block in blocks:
+                self._drop(block)
+        self._idle.clear()
+
     def clear(self) -> None:
-        """Free all idle blocks."""
+        """Free all idle blocks, at the end: what peers still read stays mapped there."""
         self._idle.clear()
 
     def nbytes(self) -> int:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_zeroplus.layout.bucket import ALIGNMENT_NBYTES, GradLayout, WeightLayout
 from lightning_zeroplus.layout.placement import Placement, StageRow
 
-__all__ = ["Budget", "UnitSizes", "budget_of"]
+__all__ = ["Budget", "UnitSizes", "budget_of", "in_flight"]
 
-IN_FLIGHT = 1
-"""Reductions under way at a time."""
+_IN_FLIGHT_NBYTES = 16 << 20
+_MOST_IN_FLIGHT = 16
+
+
+def in_flight(block_nbytes: int) -> int:
+    """Return how many reductions are under way at a time, by the size of a bucket.
+
+    One, if they are large; small ones must not make ranks wait for each other at each.
+
+    >>> in_flight(28 << 20), in_flight(4 << 20), in_flight(100)
+    (1, 4, 16)
+    """
+    return max(1, min(_MOST_IN_FLIGHT, _IN_FLIGHT_NBYTES // max(block_nbytes, 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +75,26 @@ class Budget:
         return self.at_rest + self.unsharded + self.buckets + self.landing
 
 
-def budget_of(
+def budget_of(  # noqa: PLR0913  # each changes the sum
     units: Sequence[UnitSizes],
     row: StageRow,
     rank: int,
     *,
     prefetch: int = 1,
     states: int = 2,
+    one_host: bool = False,
+    arena_price: Callable[[int], int] = lambda nbytes: nbytes,
 ) -> Budget:
-    """Return the bytes of ``rank``; ``states`` elementwise tensors per parameter, like the master.
+    """Return the bytes of ``rank``.
+
+    Args:
+        units: of the model.
+        row: of the stage.
+        rank: of which the bytes are.
+        prefetch: units unsharded ahead of need.
+        states: elementwise tensors per parameter in the optimizer's state, like the master.
+        one_host: whether ranks read each other's memory: nothing is gathered, nothing arrives.
+        arena_price: from the size of a block that rests to what the arena for it holds.
 
     >>> from lightning_zeroplus.layout import STAGES, ParamSpec
     >>> weights = WeightLayout((ParamSpec("w", 1024),), itemsize=4, world_size=2)
@@ -88,11 +110,11 @@ def budget_of(
             u.weights.nbytes if resident else u.weights.shard_numel * u.weights.itemsize
             for u in units
         ),
-        unsharded=0 if resident else _unsharded(units, prefetch),
-        arena=0 if resident else max((_block(u) for u in units), default=0),
+        unsharded=0 if resident or one_host else _unsharded(units, prefetch),
+        arena=0 if resident else arena_price(max((_block(u) for u in units), default=0)),
         masters=sum(u.weights.shard_numel * u.master_itemsize for u in units if u.has_own_master),
         accumulators=sum(u.gradients.body_numel(rank) * u.master_itemsize for u in trained),
-        buckets=_buckets(trained, row),
+        buckets=_buckets(trained, row, one_host=one_host),
         landing=max(
             (
                 u.weights.params[n].numel * u.gradients.itemsize
@@ -121,17 +143,20 @@ def _unsharded(units: Sequence[UnitSizes], prefetch: int) -> int:
     return at_once * common + sum(_block(u) for u in units if u.scattered)
 
 
-def _buckets(trained: Sequence[UnitSizes], row: StageRow) -> int:
+def _buckets(trained: Sequence[UnitSizes], row: StageRow, *, one_host: bool) -> int:
     if not trained:
         return 0
-    arriving = max(u.gradients.arriving_nbytes for u in trained)
     if row.blocked_gradient is Placement.PARTIAL:
         sent = sum(u.gradients.nbytes for u in trained)
+        at_once = in_flight(max(u.gradients.nbytes for u in trained))
     else:
-        # One lands while another travels; a scattered one lands beside them all along, and a unit
+        # One lands while others travel; a scattered one lands beside them all along, and a unit
         # made by size may begin inside a module whose other parameters close the one before.
+        pooled = [u.gradients.nbytes for u in trained if not u.scattered]
+        common = max(pooled, default=0)
+        at_once = in_flight(common)
         split = row.weight is Placement.REPLICATE
-        slots = 1 + IN_FLIGHT + split + sum(u.scattered for u in trained)
-        slots = min(len(trained), slots)
-        sent = slots * max(u.gradients.nbytes for u in trained)
-    return sent + IN_FLIGHT * arriving
+        sent = min(len(pooled), 1 + at_once + split) * common
+        sent += sum(u.gradients.nbytes for u in trained if u.scattered)
+    arriving = 0 if one_host else max(u.gradients.arriving_nbytes for u in trained)
+    return sent + min(at_once, len(trained)) * arriving

@@ -35,6 +35,7 @@ from lightning_zeroplus.zero.materialize import (
 )
 from lightning_zeroplus.zero.model import agree_on_model, refuse_unusable, scan_parameters
 from lightning_zeroplus.zero.plan import uses_by_module
+from lightning_zeroplus.zero.ranges import named_range
 from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.state_access import StateAccess
@@ -262,6 +263,7 @@ class Engine(StateAccess):
         """Before an update: all Flat weights rest, edits kept. *Local.*"""
         self.residency.end_window()
 
+    @named_range("meet")
     def meet(self) -> None:
         """Have all ranks here, before and after an update of weights that all of them read."""
         if not self._mapped:

@@ -11,6 +11,7 @@ from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import ConfigError
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.norm import power_sum, root_of
+from lightning_zeroplus.zero.ranges import named_range
 
 __all__ = ["Gradients"]
 
@@ -25,6 +26,7 @@ class Gradients:
         tag = self._context.gradients_tag(Operation.NORM)
         return [row[0] for row in self._context.transport.exchange([value], tag)]
 
+    @named_range("norm")
     def norm(self, grads: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         """Return the global norm; 0-d, fp64 if a gradient is, else fp32.
 

@@ -151,10 +151,13 @@ class SavedWeights:
             if isinstance(packed, _Packed):
                 unit, alias = packed.unit, packed.alias
                 if (
-                    unit is residency.in_backward
+                    (
+                        unit is residency.in_backward
+                        or (unit.backward_use == residency.passes and unit.weights.is_unsharded)
+                    )
                     and alias._version == packed.version
                     and not torch.is_grad_enabled()
-                ):  # one weight after the other of the same unit: nothing new
+                ):  # used before in this pass, and still there: nothing new
                     unit.last_node = node()
                     return alias if packed.leaf is None else packed.leaf
                 return self._unpack(packed)  # type: ignore[no-any-return]

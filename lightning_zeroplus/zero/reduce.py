@@ -19,7 +19,7 @@ from lightning_zeroplus.comm.bucket import BucketMemory
 from lightning_zeroplus.comm.private import hide_from_compiler
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
-from lightning_zeroplus.layout.budget import IN_FLIGHT
+from lightning_zeroplus.layout.budget import in_flight
 from lightning_zeroplus.zero.context import Context
 from lightning_zeroplus.zero.grad_span import (
     AS_PLAIN,
@@ -28,6 +28,7 @@ from lightning_zeroplus.zero.grad_span import (
     read_slot,
     write_slot,
 )
+from lightning_zeroplus.zero.ranges import of_unit
 from lightning_zeroplus.zero.span_tensor import SpanTensor
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
@@ -48,6 +49,7 @@ class Reducer:
         self._scale = 1.0 / context.world_size
         self._position = 0
         self._flying: deque[Unit] = deque()
+        self._in_flight = 1
         self._missing: dict[int, int] = {}
         self._backward = 0
         self._aborted = False
@@ -67,10 +69,14 @@ class Reducer:
             return
         self.settle_flying()
         layouts = [u.lay_out_gradients(self._wanted(u)) for u in self._units]
-        block = max(layout.nbytes for layout in layouts)
+        pooled = [n.nbytes for u, n in zip(self._units, layouts, strict=True) if not u.scattered]
+        block = max(pooled, default=0)
         arrival = max(layout.arriving_nbytes for layout in layouts)
-        memory = BucketMemory(0 if self._defers else block, arrival, permanent=self._defers)
+        self._in_flight = in_flight(block)
+        self._context.memory.gradients.drop_idle()
         for unit in due:
+            own = self._defers or unit.scattered
+            memory = BucketMemory(0 if own else block, arrival, permanent=self._defers)
             unit.train(self._wanted(unit), memory)
             for index in unit.trained:
                 entry = unit.entries[index]
@@ -119,7 +125,7 @@ class Reducer:
             self._adopt(entry, held)
         if grad.is_sparse:
             grad = grad.to_dense()
-        add = kept and bucket.landed[entry.index]
+        add = kept and entry.index in bucket.landed
         bucket.land(entry.index, grad, self._scale, add=add)
         write_slot(entry.param, entry.slot)
         if entry.counted_in != self._backward:
@@ -130,8 +136,8 @@ class Reducer:
         """Note that one more parameter of ``unit`` has landed in this backward."""
         missing = self._missing.get(unit.number)
         if missing is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                missing = sum(unit.entries[i].param.requires_grad for i in unit.trained)
+            with AS_PLAIN():
+                missing = sum([e.param.requires_grad for e in unit.trained_entries])
         self._missing[unit.number] = missing - 1
         if missing == 1:
             self._completed.append(unit.number)
@@ -143,34 +149,46 @@ class Reducer:
         self.settle_flying()
 
     def _launch_ready(self) -> None:
-        while self._position < len(self._order):
-            unit = self._order[self._position]
-            if self._takes_part(unit):
-                if self._missing.get(unit.number) != 0:
-                    return
+        order, missing = self._order, self._missing
+        while self._position < len(order):
+            unit = order[self._position]
+            if missing.get(unit.number) == 0:
                 self._start(unit)
+            elif self._takes_part(unit):
+                return
             self._position += 1
 
     @staticmethod
     def _takes_part(unit: Unit) -> bool:
         if unit.bucket is None or not unit.trained:
             return False
-        return any(unit.entries[i].param.requires_grad for i in unit.trained) or any(
-            unit.bucket.landed.values()
-        )
+        if unit.bucket.landed:
+            return True
+        with AS_PLAIN():
+            return any(e.param.requires_grad for e in unit.trained_entries)
 
+    @of_unit("reduce")
     def _start(self, unit: Unit) -> None:
-        assert unit.bucket is not None
-        if len(self._flying) >= IN_FLIGHT:
+        bucket = unit.bucket
+        assert bucket is not None
+        while self._flying and self._is_reduced(self._flying[0]):
+            self._finish(self._flying.popleft())
+        if len(self._flying) >= self._in_flight:
             self._wait_a_little(self._flying[0])
         # A slot that was emptied or filled since means that the user dropped what landed.
         with AS_PLAIN():
-            for index, landed in unit.bucket.landed.items():
-                entry = unit.entries[index]
-                if landed and entry.stashed is None and get_grad(entry.param) is not entry.slot:
-                    unit.bucket.landed[index] = False
-        unit.bucket.start_reduce(self._context.gradients_tag(Operation.REDUCE, unit.number))
+            dropped = [
+                e.index
+                for e in unit.trained_entries
+                if e.stashed is None and get_grad(e.param) is not e.slot
+            ]
+        bucket.landed.difference_update(dropped)
+        bucket.start_reduce(self._context.gradients_tag(Operation.REDUCE, unit.number))
         self._flying.append(unit)
+
+    @staticmethod
+    def _is_reduced(unit: Unit) -> bool:
+        return unit.bucket is not None and unit.bucket.is_reduced()
 
     def _wait_a_little(self, unit: Unit) -> None:
         # Bounded: a peer may need a gather of ours before it can launch this reduction.
@@ -178,11 +196,12 @@ class Reducer:
         if unit.bucket.await_reduced(_PATIENCE_S):
             self._finish(self._flying.popleft())
 
-    @torch.no_grad()
+    @of_unit("accumulate")
     def _finish(self, unit: Unit) -> None:
-        assert unit.bucket is not None
-        reduced = unit.bucket.finish_reduce()
-        entries = [unit.entries[i] for i in unit.trained]
+        bucket = unit.bucket
+        assert bucket is not None
+        reduced = bucket.finish_reduce()
+        entries = unit.trained_entries
         with AS_PLAIN():
             slots = [get_grad(e.param) if e.stashed is None else e.stashed for e in entries]
         for entry, slot in zip(entries, slots, strict=True):
@@ -192,11 +211,11 @@ class Reducer:
                 self._adopt(entry, slot)
                 continue
             entry.valid = False
-            if unit.bucket.was_sent(entry.index):
+            if bucket.was_sent(entry.index):
                 # Emptied by the user since it landed, after a backward that raised.
                 reduced.used[unit.trained.index(entry.index)] = False
         unit.accumulate(reduced.terms, reduced.used)
-        unit.bucket.release()
+        bucket.release()
         for entry, slot, used in zip(entries, slots, reduced.used, strict=True):
             if used:
                 entry.valid = True
@@ -245,7 +264,7 @@ class Reducer:
                     entry.stashed = None
 
     def _leftover(self) -> bool:
-        return any(u.bucket is not None and any(u.bucket.landed.values()) for u in self._units)
+        return any(u.bucket is not None and u.bucket.landed for u in self._units)
 
     def finalize(self) -> None:
         """Make accumulators and slots right on every rank; collective, and free when they are."""

@@ -1,8 +1,8 @@
 """Which units of Flat weights are unsharded now, which comes next, and when they rest again.
 
-At most ``1 + prefetch`` units are unsharded at a time beyond those that a running forward, a touch
-or a live higher-order graph pins. All decisions follow from the order of uses, so they are equal
-on all ranks.
+At most ``1 + prefetch`` units that are gathered are unsharded at a time beyond those that a running
+forward, a touch or a live higher-order graph pins; mapped ones cost nothing and stay. All decisions
+follow from the order of uses, so they are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from lightning_zeroplus.comm.memory import settle_shards
 from lightning_zeroplus.comm.transport import Operation, Tag
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.ranges import of_unit
 from lightning_zeroplus.zero.unit import Entry, Unit
 
 __all__ = ["Residency"]
@@ -35,6 +37,9 @@ class Residency:
         """Unsharded (or coming) and not scattered, least recently used first."""
         self._next_after: dict[tuple[Operation, int, int], int] = {}
         self._last: tuple[Operation, int, int] = (Operation.IDLE, -1, -1)
+        self.passes = 1
+        """Counts backwards and forwards without one. Mapped weights stay for all of a pass."""
+
         self.in_backward: Unit | None = None
         """The unit that backward needed last, if it is there and nothing else was needed since."""
         self._by_number = {u.number: u for u in self._units}
@@ -85,8 +90,7 @@ class Residency:
 
     def settle_all(self) -> None:
         """Have in every shard what was written to full weights that rest now."""
-        for unit in self._units:
-            unit.weights.settle_shard()
+        settle_shards([unit.weights for unit in self._units])
 
     def need(
         self, unit: Unit, operation: Operation, entries: Sequence[Entry] | None = None
@@ -96,38 +100,46 @@ class Residency:
         ``entries`` are those that are used; None: all.
         """
         unit.last_node = torch._C._current_autograd_node()
+        weights = unit.weights
         self.in_backward = None
-        if unit.weights.is_unsharded:
+        if not weights.needs_peers:
+            if not weights.is_unsharded:
+                self._expose(unit, operation)
+        elif weights.is_unsharded:
             if self._recent and self._recent[-1] is not unit and unit in self._recent:
                 self._recent.remove(unit)
                 self._recent.append(unit)
             if self._last[2] != unit.number:
                 self._note(unit, operation)
-            if operation is not Operation.BACKWARD:
-                unit.wake(entries)
-            else:
-                self.in_backward = unit
-            return
+        else:
+            self._gather(unit, operation)
+        if operation is Operation.BACKWARD:
+            self.in_backward = unit
+            unit.backward_use = 0 if weights.needs_peers else self.passes
+        else:
+            unit.wake(entries)
+
+    @of_unit("unshard")
+    def _expose(self, unit: Unit, operation: Operation) -> None:
+        unit.weights.start_unshard(Tag(0, operation, unit.number))
+        unit.weights.finish_unshard()
+        unit.note_versions()
+
+    @of_unit("unshard")
+    def _gather(self, unit: Unit, operation: Operation) -> None:
         with torch._C.DisableTorchFunctionSubclass(), _plain_mode():
             if not unit.weights.is_gathering:
                 self._make_room(unit)
                 self._start(unit, operation)
             unit.weights.finish_unshard()
             unit.note_versions()
-            if operation is not Operation.BACKWARD:
-                unit.wake(entries)
             self._note(unit, operation)
             self._look_ahead(unit, operation)
-        if operation is Operation.BACKWARD:
-            self.in_backward = unit
 
     def _start(self, unit: Unit, operation: Operation) -> None:
-        if not unit.weights.needs_peers:
-            unit.weights.start_unshard(Tag(0, operation, unit.number))
-        else:
-            if self._context.evaluating:
-                self._announce(unit, operation)
-            unit.weights.start_unshard(self._context.weights_tag(operation, unit.number))
+        if self._context.evaluating:
+            self._announce(unit, operation)
+        unit.weights.start_unshard(self._context.weights_tag(operation, unit.number))
         if not unit.scattered:
             if unit in self._recent:
                 self._recent.remove(unit)
@@ -155,12 +167,7 @@ class Residency:
             self._rest(unit)
 
     def _look_ahead(self, unit: Unit, operation: Operation) -> None:
-        if (
-            self._prefetch < 1
-            or not unit.weights.needs_peers
-            or self._context.evaluating
-            or operation is Operation.TOUCH
-        ):
+        if self._prefetch < 1 or self._context.evaluating or operation is Operation.TOUCH:
             return
         number = self._next_after.get(self._last)
         ahead = self._by_number.get(number) if number is not None else None
@@ -195,6 +202,7 @@ class Residency:
     def end_pass(self) -> None:
         """After a backward, or a forward without one: what nothing pins rests. *Local.*"""
         self.in_backward = None
+        self.passes += 1
         self._rest_all(keep_pinned=True)
         self._last = (Operation.IDLE, -1, -1)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zeroplus.comm.private import Arena
 from lightning_zeroplus.comm.storage import BufferPool
 from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import PhaseError, name_offenders
@@ -186,8 +187,16 @@ class StateAccess(ABC):
             for u in self.units
         ]
         row = STAGES[self.config.stage]
-        rank, prefetch = self.context.rank, self.config.prefetch
-        return budget_of(sizes, row, rank, prefetch=prefetch, states=states)
+        device = self.context.device
+        return budget_of(
+            sizes,
+            row,
+            self.context.rank,
+            prefetch=self.config.prefetch,
+            states=states,
+            one_host=self.context.memory.is_shared,
+            arena_price=lambda nbytes: Arena.price(nbytes, device),
+        )
 
     def memory_report(self) -> MemoryReport:
         """Return the bytes this rank holds by role, from live tensors. *Local.*"""

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_zeroplus.comm.transport import Operation
+from lightning_zeroplus.comm.transport import Operation, Work
 from lightning_zeroplus.errors import ConfigError, name_offenders
 from lightning_zeroplus.zero.probe import probe_optimizer
+from lightning_zeroplus.zero.ranges import OpenRange, of_unit
 from lightning_zeroplus.zero.span_tensor import SpanTensor
 from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
 
@@ -54,6 +55,7 @@ class BoundOptimizer:
                 cut_state(entry, values)
         self._closes = False
         self._depth = 0
+        self._update = OpenRange("update")
         self._before, self._after = self._hook()
         self._ours = types.MethodType(self._wrapped(), optimizer)
         optimizer.step = self._ours  # type: ignore[method-assign]
@@ -111,6 +113,7 @@ class BoundOptimizer:
 
     def _closing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def wrapped() -> Any:
+            self._update.close()
             if self._swapped:
                 # A closure that is called again sees the weights of the update before.
                 units, stepped = self._units, self._stepped
@@ -119,6 +122,7 @@ class BoundOptimizer:
                 self._refresh(units, stepped)
             loss = closure()
             self._swap_in()
+            self._update.open()
             return loss
 
         return wrapped
@@ -134,6 +138,7 @@ class BoundOptimizer:
         try:
             return call()
         finally:
+            self._update.close()
             self._units, self._stepped = [], []
             self._swap_back()
 
@@ -146,6 +151,7 @@ class BoundOptimizer:
                 bound._depth += 1
                 if bound._depth == 1 and not bound._closes:
                     bound._swap_in()
+                    bound._update.open()
 
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             bound = ref()
@@ -154,6 +160,7 @@ class BoundOptimizer:
             bound._depth -= 1
             # A subclass's step that calls its parent's runs the hooks of both.
             if bound._depth == 0:
+                bound._update.close()
                 bound._swap_back()
                 bound._refresh(bound._units, bound._stepped)
 
@@ -246,21 +253,27 @@ class BoundOptimizer:
     @torch.no_grad()
     def _refresh(self, units: list[Unit], stepped: list[torch.Tensor]) -> None:
         engine = self._required()
-        works = []
-        for unit in units:
-            unit.publish_master()
-            if unit.weights.resident and engine.context.world_size > 1:
-                tag = engine.context.weights_tag(Operation.REFRESH, unit.number)
-                works.append(unit.start_refresh(tag))
-        for work in works:
+        works = [(unit, self._start_refresh(unit, engine)) for unit in units]
+        for unit, work in works:
             if work is not None:
-                work.wait()
+                self._finish_refresh(unit, work)
         for unit in units:
             if unit.weights.resident:
                 unit.weights.before_write()
         engine.meet()
         if stepped:
             torch.autograd.graph.increment_version(stepped)
+
+    @of_unit("refresh")
+    def _start_refresh(self, unit: Unit, engine: Engine) -> Work | None:
+        unit.publish_master()
+        if not unit.weights.resident or engine.context.world_size == 1:
+            return None
+        return unit.start_refresh(engine.context.weights_tag(Operation.REFRESH, unit.number))
+
+    @of_unit("refresh")
+    def _finish_refresh(self, unit: Unit, work: Work) -> None:
+        work.wait()
 
     def _required(self) -> Engine:
         engine = self._engine()

@@ -120,6 +120,7 @@ class Unit:
         )
         self.layout = WeightLayout(specs, dtype.itemsize, context.world_size)
         self.trained: tuple[int, ...] = ()
+        self.trained_entries: list[Entry] = []
         self.grad_layout = GradLayout(self.layout, (), reduce_dtype.itemsize, 0)
         self.accumulator: torch.Tensor | None = None
         self.bucket: GradBucket | None = None
@@ -131,6 +132,9 @@ class Unit:
         self._awake: list[Entry] = []
         self._was_awake = False
         """Whether user code could edit the full weights that are there now."""
+        self.backward_use = 0
+        """The pass in which backward has used weights that stay until it ends; 0: they may go."""
+
         self.last_node: object = None
         """Autograd node that used the weights last."""
 
@@ -232,6 +236,8 @@ class Unit:
     def note_versions(self) -> None:
         """Remember the versions of unedited full weights. *Local.*"""
         self._was_awake = bool(self._awake)
+        if not self.weights.needs_peers:  # edits are found by pages
+            return
         with torch._C.DisableTorchFunctionSubclass():
             for entry in self.entries:
                 entry.version = entry.param._version
@@ -243,17 +249,15 @@ class Unit:
             PhaseError: a parameter was pointed at other memory while it was gathered.
         """
         if self._was_awake:
-            self.keep_edits()
+            with torch._C.DisableTorchFunctionSubclass():
+                edited = self._find_edits()
+            if self.weights.needs_peers:  # else found in `settle_shard`, when they rest
+                self._keep_edits(edited)
         self.doze()
         self.weights.reshard()
 
     @torch.no_grad()
-    def keep_edits(self) -> None:
-        """Copy this rank's part of edited full weights into the shard. *Local.*"""
-        with torch._C.DisableTorchFunctionSubclass():
-            edited = self._find_edits()
-        if not self.weights.needs_peers:  # found in `settle_shard`, when they rest
-            return
+    def _keep_edits(self, edited: bool) -> None:
         own = self.weights.own_part()
         if edited or not torch.equal(own, self.weights.shard):
             self.weights.before_write()
@@ -302,7 +306,7 @@ class Unit:
 
     @torch.no_grad()
     def undo_edits(self) -> None:
-        """Make `keep_edits` find nothing. *Local.*"""
+        """Have nothing to keep when the weights rest. *Local.*"""
         if not self.weights.drop_edits():
             self.weights.own_part().copy_(self.weights.shard)
         self.note_versions()
@@ -339,6 +343,7 @@ class Unit:
         """Lay out gradients for the parameters ``indices``; what was accumulated is kept."""
         old_views = self._grad_views
         self.trained = tuple(indices)
+        self.trained_entries = [self.entries[i] for i in indices]
         self.grad_layout = self.lay_out_gradients(self.trained)
         self.bucket = self.context.memory.bucket(self.grad_layout, self.reduce_dtype, memory)
         self._grad_views = {}
@@ -373,19 +378,19 @@ class Unit:
             span = self.grad_layout.accumulator_span(index, rank)
             self._grad_views[index] = acc[span.start : span.stop]
 
-    @torch.no_grad()
     def accumulate(self, terms: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
         """Add the sum of ``terms`` (rank order) to the accumulator, or overwrite what is stale."""
         if self.accumulator is None:
             self._allocate_accumulator()
         assert self.accumulator is not None
-        entries = [self.entries[i] for i in self.trained]
-        touched = [e for e, was_used in zip(entries, used, strict=True) if was_used]
-        if not any(e.valid for e in entries):
+        entries = self.trained_entries
+        valid = [e.valid for e in entries]
+        if not any(valid):
             sum_into(self.accumulator, terms)
             return
         scratch = self.context.scratch(BLOCK_NUMEL, self.master_dtype)
-        if all(e.valid for e in touched):
+        touched = [e for e, was_used in zip(entries, used, strict=True) if was_used]
+        if all(valid) or all(e.valid for e in touched):
             add_sum(self.accumulator, terms, scratch)
             return
         for entry in touched:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import types
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from lightning_zeroplus.comm import Transport, private
+from lightning_zeroplus.comm.host.memory import Repeated
 from lightning_zeroplus.comm.private import (
     Arena,
     forbid_raw_memory,
@@ -127,10 +131,43 @@ def test_resting_tensors_share_one_memory() -> None:
 
 def test_a_larger_arena_leaves_those_who_rest_on_the_smaller_one() -> None:
     small = tensor_over(Arena.resting_storage(64, CPU), torch.float32, 16, CPU)
-    more = Arena.nbytes(CPU) + 4096
+    before, more = Arena.nbytes(CPU), (200 << 20) + 12345
     large = tensor_over(Arena.resting_storage(more, CPU), torch.uint8, more, CPU)
+    assert Arena.nbytes(CPU) - before == Arena.price(more, CPU)
     assert bool(torch.isnan(small).all())
     assert bool((large == 255).all())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="maps one piece many times on Linux only")
+def test_a_large_arena_is_one_small_piece() -> None:
+    nbytes = 64 << 20
+    before = psutil.Process().memory_full_info().pss
+    repeated = Repeated(nbytes, 255)
+    seen = ctypes.string_at(repeated.address, nbytes)
+    assert seen.count(b"\xff") == nbytes
+    assert repeated.held_nbytes == 1 << 20
+    del seen
+    assert psutil.Process().memory_full_info().pss - before < 8 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="maps one piece many times on Linux only")
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 64 * 4096, 64 * 4096 + 1, 1 << 20])
+def test_repeated_memory_covers_what_was_asked_for(nbytes: int) -> None:
+    repeated = Repeated(nbytes, 7)
+    assert ctypes.string_at(repeated.address, nbytes) == b"\x07" * nbytes
+
+
+def test_where_nothing_can_be_repeated_the_arena_is_ordinary_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Repeated, nbytes: int, byte: int) -> None:
+        raise OSError("no more mappings")
+
+    monkeypatch.setattr(Repeated, "__init__", fails)
+    monkeypatch.setattr(Arena, "_blocks", {})
+    resting = tensor_over(Arena.resting_storage(2 << 20, CPU), torch.uint8, 2 << 20, CPU)
+    assert bool((resting == 255).all())
+    assert Arena.nbytes(CPU) == 2 << 20
 
 
 def test_forbidden_memory_raises_instead_of_reading_null() -> None:

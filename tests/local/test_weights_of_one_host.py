@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_zeroplus.comm import Transport, run_virtual_ranks
-from lightning_zeroplus.comm.host import over_host
+from lightning_zeroplus.comm.host import mapped, over_host
 from lightning_zeroplus.comm.host.mapped import MappedWeights
-from lightning_zeroplus.comm.host.memory import Mapping
+from lightning_zeroplus.comm.host.memory import Mapping, find_edits
 from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.zero import Engine, shard
 
@@ -207,10 +207,10 @@ def test_a_write_after_a_lone_touch_is_still_in_order() -> None:
 
 
 def test_edits_are_found_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: Mapping) -> bool:
+    def fails(mappings: Sequence[Mapping]) -> list[bool]:
         raise OSError("no page table")
 
-    monkeypatch.setattr(Mapping, "has_edits", fails)
+    monkeypatch.setattr(mapped, "find_edits", fails)
     test_edits_in_forward_are_kept_and_hide_no_update()
 
 
@@ -219,17 +219,34 @@ def test_unused_private_memory_has_no_edits_and_written_memory_has() -> None:
     os.ftruncate(file, 8 * 4096)
     shared, private = Mapping(file, 0, 8 * 4096), Mapping(file, 0, 8 * 4096, private=True)
     os.close(file)
-    assert not private.has_edits()
+    assert not find_edits([private])[0]
     shared.bytes.fill_(3)
     assert int(private.bytes.sum()) == 3 * 8 * 4096
-    assert not private.has_edits()
+    assert not find_edits([private])[0]
     private.bytes[5 * 4096] = 3  # the value that it has: a write all the same
-    assert private.has_edits()
+    assert find_edits([private])[0]
     shared.bytes.fill_(4)
     assert int(private.bytes[5 * 4096]) == 3
     private.forget_edits()
-    assert not private.has_edits()
+    assert not find_edits([private])[0]
     assert int(private.bytes[5 * 4096]) == 4
+
+
+def test_of_many_pieces_of_memory_those_that_were_written_are_named() -> None:
+    file = os.memfd_create("test")
+    os.ftruncate(file, 64 * 4096)
+    pieces = [Mapping(file, 4096 * n, 4096, private=True) for n in range(60)]
+    far = Mapping(file, 0, 4 * 4096, private=True)
+    shared = Mapping(file, 0, 64 * 4096)
+    os.close(file)
+    shared.bytes.fill_(3)
+    for piece in pieces:
+        assert int(piece.bytes[0]) == 3
+    for n in (0, 7, 59):
+        pieces[n].bytes[4095] = 1
+    far.bytes[-1] = 1
+    found = find_edits([far, *reversed(pieces)])
+    assert [n for n, edited in enumerate(found) if edited] == [0, 1, 60 - 7, 60]
 
 
 def test_a_planted_page_that_is_not_dropped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

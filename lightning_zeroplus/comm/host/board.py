@@ -33,7 +33,7 @@ _RING = 1024
 _AHEAD = _RING // 2
 """Operations by which one rank may be ahead of another."""
 
-_RECORD_WORDS = 8
+_RECORD_WORDS = 9
 _SLOT_FLOATS = 4096
 _MOST_RANKS = 1024
 
@@ -49,7 +49,10 @@ _Peer = tuple[int, memoryview, int]
 
 _TOKEN, _EVENT, _POSTED, _TAKEN = 0, 8, 16, 24
 _SLEEPING = 32
-_RECORDS = _SLEEPING + _MOST_RANKS
+"""Of each peer that this rank waits for: which of its words, the value awaited, a serial number."""
+
+_ANY = -1
+_RECORDS = _SLEEPING + 3 * _MOST_RANKS
 _SLOTS = _RECORDS + len(Channel) * _RING * _RECORD_WORDS
 _WORDS = _SLOTS + len(Channel) * 2 * _SLOT_FLOATS
 BOARD_NBYTES = 8 * _WORDS
@@ -110,6 +113,11 @@ class Board:
         """Rank, words and the address of the event word of each peer."""
 
         self._boards: list[memoryview] = []
+        self._mark = _SLEEPING + 3 * rank
+        self._sleeps = 0
+        self._woken: dict[int, int] = {}
+        """Of each peer the serial number of the sleep from which this rank has woken it."""
+
         self._lives: dict[int, select.poll] = {}
         self._pids: dict[int, int] = {}
         self._posted = [0] * len(Channel)
@@ -161,10 +169,11 @@ class Board:
 
     # -- posting
 
-    def post(self, channel: Channel, tag: Tag, place: Place | None = None) -> Posted:
+    def post(self, channel: Channel, tag: Tag, place: Place | None = None, bits: int = 0) -> Posted:
         """Say that this rank has come to an operation. *Local.*
 
-        With a ``place`` peers may read there, and keep theirs for this rank, until `take`.
+        With a ``place`` peers may read there, and keep theirs for this rank, until `take`;
+        ``bits`` go with it, as many as a word has.
         """
         number = self._posted[channel] = self._posted[channel] + 1
         if number > _AHEAD:  # records are written over: nobody may still need that one
@@ -177,6 +186,7 @@ class Board:
         mine[at + 3] = tag.detail
         if place is not None:
             mine[at + 4], mine[at + 5], mine[at + 6], mine[at + 7] = place
+            mine[at + 8] = bits
             self._untaken[channel].add(number)
         mine[_POSTED + channel] = number
         self.tell()
@@ -211,28 +221,47 @@ class Board:
         """Wake peers that wait for a word of this rank. *Local.*"""
         mine = self._mine
         mine[_EVENT] = (mine[_EVENT] + 1) & 0x7FFFFFFF
-        for _, words, _ in self._peers:
-            if words[_SLEEPING + self.rank]:
-                futex.wake(self._mapping.address + 8 * _EVENT)
-                return
+        mark = self._mark
+        due = False
+        for peer, words, _ in self._peers:
+            word = words[mark]
+            # Waking is dearer than all else here: only who has what it waits for, and once.
+            if word and (word == _ANY or mine[word] >= words[mark + 1]):
+                serial = words[mark + 2]
+                if self._woken.get(peer) != serial:
+                    self._woken[peer] = serial
+                    due = True
+        if due:
+            futex.wake(self._mapping.address + 8 * _EVENT)
 
     # -- reading and waiting
 
     def read_records(self, channel: Channel, number: int, tag: Tag) -> list[Place]:
         """Return where each rank's memory of an operation lies, after comparing tags."""
         at = _record_at(channel, number)
-        tags, places = [], []
+        mine = self._mine[at : at + 4].tolist()
+        places = []
         for words in self._boards:
-            record = words[at : at + _RECORD_WORDS].tolist()
-            tags.append(Tag(record[0], Operation(record[1]), record[2], detail=record[3]))
+            record = words[at : at + 8].tolist()
+            if record[:4] != mine:
+                check_tags(self._tags_at(at), tag, self.rank, self.labels())
             places.append(Place(*record[4:]))
-        check_tags(tags, tag, self.rank, self.labels())
         return places
+
+    def read_bits(self, posted: Posted) -> int:
+        """Return the bits that came with an operation, of any rank; all have posted. *Local.*"""
+        at = _record_at(posted.channel, posted.number) + 8
+        union = 0
+        for words in self._boards:
+            union |= words[at]
+        return union
 
     def read_tags(self, posted: Posted) -> list[Tag]:
         """Wait for all peers and return every rank's tag, uncompared."""
         self.reach(_POSTED + posted.channel, posted.number, posted.tag)
-        at = _record_at(posted.channel, posted.number)
+        return self._tags_at(_record_at(posted.channel, posted.number))
+
+    def _tags_at(self, at: int) -> list[Tag]:
         return [
             Tag(words[at], Operation(words[at + 1]), words[at + 2], detail=words[at + 3])
             for words in self._boards
@@ -240,7 +269,10 @@ class Board:
 
     def has_reached(self, word: int, target: int) -> bool:
         """Return whether a counter of every peer is at ``target`` or beyond. *Local.*"""
-        return all(words[word] >= target for _, words, _ in self._peers)
+        for _, words, _ in self._peers:  # noqa: SIM110 - in every backward, for every unit
+            if words[word] < target:
+                return False
+        return True
 
     def reach(self, word: int, target: int, tag: Tag) -> None:
         """Wait until a counter of every peer's board is at ``target`` or beyond.
@@ -288,15 +320,19 @@ class Board:
     ) -> bool:
         rank, board, event = peer
         slices = max(1, round(seconds / _SLICE_S))
+        mark = _SLEEPING + 3 * rank
         for _ in range(slices):
             seen = board[_EVENT]
-            self._mine[_SLEEPING + rank] = 1
+            self._sleeps += 1
+            self._mine[mark + 1] = target
+            self._mine[mark + 2] = self._sleeps
+            self._mine[mark] = word if words is board else _ANY
             try:
                 if words[word] >= target:
                     return True
                 futex.wait(event, seen, min(seconds, _SLICE_S))
             finally:
-                self._mine[_SLEEPING + rank] = 0
+                self._mine[mark] = 0
             if words[word] >= target:
                 return True
             if self._is_dead(rank):

@@ -17,11 +17,12 @@ of an evaluation) reads nothing, and counts as having entered and left every epo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from typing_extensions import override
 
+from lightning_zeroplus.comm.host.memory import find_edits
 from lightning_zeroplus.comm.host.room import Room
 from lightning_zeroplus.comm.private import swap_memory, tensor_over
 from lightning_zeroplus.comm.storage import BufferPool, WeightStorage
@@ -142,19 +143,41 @@ class MappedWeights(WeightStorage):
 
     @override
     def settle_shard(self) -> None:
-        if not self._maybe_edited or self.is_unsharded:
+        if self.may_have_edits:
+            self._maybe_edited = False
+            if self._has_edits():
+                self._keep_edits()
+
+    @property
+    def may_have_edits(self) -> bool:
+        """Whether somebody may have written to the full weights, which rest now."""
+        return self._maybe_edited and not self.is_unsharded
+
+    def _keep_edits(self) -> None:
+        self._enter_epoch()
+        chunk = self.layout.chunk(self._rank)
+        with torch.no_grad():
+            self.shard.copy_(self._readers[chunk.start : chunk.stop])
+        self._private.forget_edits()
+
+    @classmethod
+    def settle_shards(cls, mapped: Sequence[MappedWeights]) -> None:
+        """Do the same for many at the price of a few."""
+        due = [weights for weights in mapped if weights.may_have_edits]
+        if not due:
             return
-        self._maybe_edited = False
-        if self._has_edits():
-            self._enter_epoch()
-            chunk = self.layout.chunk(self._rank)
-            with torch.no_grad():
-                self.shard.copy_(self._readers[chunk.start : chunk.stop])
-            self._private.forget_edits()
+        try:
+            edited = find_edits([weights._private for weights in due])
+        except OSError:
+            edited = [weights._has_edits() for weights in due]
+        for weights, has_edits in zip(due, edited, strict=True):
+            weights._maybe_edited = False
+            if has_edits:
+                weights._keep_edits()
 
     def _has_edits(self) -> bool:
         try:
-            return self._private.has_edits()
+            return find_edits([self._private])[0]
         except OSError:  # compared then, for all that it costs
             mine, all_ = self._readers, self._everyones
             return not torch.equal(mine.view(torch.uint8), all_.view(torch.uint8))
@@ -177,11 +200,14 @@ class MappedWeights(WeightStorage):
     # -- meetings
 
     def stand_by(self, meetings: int) -> None:
-        """Say that this rank neither reads nor writes until all have met. *Local.*"""
+        """Say that this rank neither reads nor writes until all have met. *Local.*
+
+        The exchange in which they meet tells peers that wait.
+        """
         self._writes = False
         until = (meetings + 1) * _EPOCHS - 1
-        self._room.count(self._entered, until)
-        self._room.count(self._left, until)
+        self._room.count(self._entered, until, tell=False)
+        self._room.count(self._left, until, tell=False)
 
     def met(self, meetings: int) -> None:
         """All ranks have met, ``meetings`` times by now. *Local.*"""

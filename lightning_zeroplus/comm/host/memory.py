@@ -9,19 +9,23 @@ import ctypes
 import errno
 import functools
 import mmap
+import operator
 import os
 import stat
+import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_zeroplus.layout.span import round_up
 
-__all__ = ["HostFile", "Mapping", "Place", "open_peer"]
+__all__ = ["HostFile", "Mapping", "Place", "Repeated", "can_repeat", "find_edits", "open_peer"]
 
 _SHM = "/dev/shm"  # noqa: S108 - a file there gets no name
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 
 
 class Place(NamedTuple):
@@ -74,21 +78,6 @@ class Mapping:
         """Of private memory: read the file again where something was written."""
         self._advise(mmap.MADV_DONTNEED)
 
-    def has_edits(self) -> bool:
-        """Return whether something was written into private memory, page by page.
-
-        Raises:
-            OSError: the system does not tell.
-        """
-        words = torch.empty(self.nbytes // mmap.PAGESIZE, dtype=torch.int64)
-        room = memoryview(words.numpy().data).cast("B")
-        table = _page_table(os.getpid())
-        if os.preadv(table, [room], self.address // mmap.PAGESIZE * 8) != words.nbytes:
-            raise OSError("the page table ends early")
-        # A page that is there, in memory or swapped out, and is not the file's.
-        there = (words & (_PRESENT | _SWAPPED)) != 0
-        return bool((there & ((words & _OF_FILE) == 0)).any())
-
     def watch_forks(self, mappings: dict[int, _Part]) -> None:
         """Note the memory there as long as it is mapped."""
         mappings[self.address] = self._part
@@ -114,6 +103,43 @@ def _mmap(address: int | None, nbytes: int, flags: int, descriptor: int, offset:
     return int(found)
 
 
+def find_edits(mappings: Sequence[Mapping]) -> list[bool]:
+    """Return of each piece of private memory whether something was written to it, page by page.
+
+    Raises:
+        OSError: the system does not tell.
+    """
+    table = _page_table(os.getpid())
+    found = dict.fromkeys(mappings, False)
+    for run in _runs(mappings):
+        start, stop = run[0].address, run[-1].address + run[-1].nbytes
+        words = torch.empty((stop - start) // mmap.PAGESIZE, dtype=torch.int64)
+        room = memoryview(words.numpy().data).cast("B")
+        if os.preadv(table, [room], start // mmap.PAGESIZE * 8) != words.nbytes:
+            raise OSError("the page table ends early")
+        # A page that is there, in memory or swapped out, and is not the file's.
+        own = ((words & (_PRESENT | _SWAPPED)) != 0) & ((words & _OF_FILE) == 0)
+        if own.any():
+            for mapping in run:
+                first = (mapping.address - start) // mmap.PAGESIZE
+                found[mapping] = bool(own[first : first + mapping.nbytes // mmap.PAGESIZE].any())
+    return list(found.values())
+
+
+def _runs(mappings: Sequence[Mapping]) -> list[list[Mapping]]:
+    """Return the mappings by address, those together that are not far apart."""
+    runs: list[list[Mapping]] = []
+    stop = 0
+    for mapping in sorted(mappings, key=operator.attrgetter("address")):
+        if not runs or mapping.address - stop > _FAR_NBYTES:
+            runs.append([])
+        runs[-1].append(mapping)
+        stop = mapping.address + mapping.nbytes
+    return runs
+
+
+_FAR_NBYTES = 1 << 20
+
 _PRESENT, _SWAPPED, _OF_FILE = -(2**63), 2**62, 2**61
 """Bits of an entry of Linux's /proc/<pid>/pagemap."""
 
@@ -121,6 +147,43 @@ _PRESENT, _SWAPPED, _OF_FILE = -(2**63), 2**62, 2**61
 @functools.cache
 def _page_table(pid: int) -> int:
     return os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def can_repeat() -> bool:
+    """Return whether this system can map one piece of memory at many places."""
+    return sys.platform == "linux"
+
+
+class Repeated:
+    """Memory that reads as ``byte`` all over and is one small piece, mapped over and over.
+
+    What is written goes to pages of this process alone. It lasts as long as the process.
+
+    Raises:
+        OSError: the system maps no more.
+    """
+
+    def __init__(self, nbytes: int, byte: int) -> None:
+        self.held_nbytes = piece = self.piece_nbytes(nbytes)
+        whole = round_up(nbytes, piece)
+        descriptor, _ = _open_unnamed()
+        try:
+            if os.write(descriptor, bytes([byte]) * piece) < piece:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            self.address = _mmap(None, whole, flags, -1, 0)
+            for start in range(self.address, self.address + whole, piece):
+                _mmap(start, piece, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0)
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def piece_nbytes(nbytes: int) -> int:
+        """Return the size of the piece for ``nbytes``."""
+        return round_up(-(-nbytes // _PIECES), mmap.ALLOCATIONGRANULARITY)
+
+
+_PIECES = 64
 
 
 class _Part(NamedTuple):

@@ -132,10 +132,11 @@ class Room:
         self._next_counter += 1
         return self._next_counter - 1
 
-    def count(self, counter: int, value: int) -> None:
-        """Set this rank's counter."""
+    def count(self, counter: int, value: int, *, tell: bool = True) -> None:
+        """Set this rank's counter; peers that wait hear of it with the next that is told."""
         self._counters[self.transport.rank][counter] = value
-        self.transport.board.tell()
+        if tell:
+            self.transport.board.tell()
 
     def await_all(self, counter: int, value: int, tag: Tag) -> None:
         """Wait until the counter of every peer is at ``value`` or beyond.

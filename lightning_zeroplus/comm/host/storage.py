@@ -18,6 +18,8 @@ from lightning_zeroplus.layout.bucket import GradLayout, WeightLayout
 
 __all__ = ["HostBucket", "HostPool", "HostWeights"]
 
+_WORD_BITS = 63
+
 
 class HostBlock(PooledBlock):
     """A block that peers read; it may be written again when they have."""
@@ -45,8 +47,8 @@ class HostPool(BufferPool):
         self._blocks: weakref.WeakSet[HostBlock] = weakref.WeakSet()
 
     @override
-    def take(self, nbytes: int) -> HostBlock:
-        block = super().take(nbytes)
+    def take(self, nbytes: int, like_before: PooledBlock | None = None) -> HostBlock:
+        block = super().take(nbytes, like_before)
         assert isinstance(block, HostBlock)
         block.await_readers()
         return block
@@ -98,6 +100,9 @@ class HostBucket(GradBucket):
             stop = chunk.start + theirs.body_numel(mine)
             self._chunks.append((chunk.start * size, stop * size, chunk.stop * size))
         self._views_of: dict[tuple[int, Place], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sent_nbytes = sum(layout.sent_numels) * size
+        self._fits_a_word = len(trained) < _WORD_BITS
+        """Whether the board says which parameters have gradients; else the blocks do."""
 
     @property
     @override
@@ -126,19 +131,24 @@ class HostBucket(GradBucket):
     def _send(self, views: BucketViews, tag: Tag) -> None:
         block = self._sent
         assert isinstance(block, HostBlock)
-        self._posted = block.read_by = self._host.post(Channel.GRADIENTS, tag, block.place)
-        self._room.outstanding.add(self._posted)
-        sent = sum(self.layout.sent_numels) * self.layout.itemsize
-        self._host.sent_nbytes += sent
+        bits = 0
+        if self._fits_a_word:
+            bits = self._bits()
+        else:
+            self._write_header(views, tag)
+        posted = self._host.post(Channel.GRADIENTS, tag, block.place, bits)
+        self._posted = block.read_by = posted
+        self._room.outstanding.add(posted)
+        self._host.sent_nbytes += self._sent_nbytes
 
     @override
     def _receive(self) -> Reduced:
-        assert self._posted is not None
-        places = self._posted.places()
-        found = [self._part(rank, place) for rank, place in enumerate(places)]
+        posted = self._posted
+        assert posted is not None
+        found = [self._part(rank, place) for rank, place in enumerate(posted.places())]
         terms = [body for body, _ in found]
-        if not self.layout.header_numel:
-            return Reduced(terms, list(self._sent_landed.values()))
+        if self._fits_a_word:
+            return Reduced(terms, self._used(posted.board.read_bits(posted)))
         return Reduced(terms, self._read_headers([head for _, head in found]))
 
     def _part(self, rank: int, place: Place) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,10 +74,10 @@ class HostTransport(Transport):
     def wait_for(self, tag: Tag, attempt: Callable[[float], bool], peer: int) -> None:
         self.beneath.wait_for(tag, attempt, peer)
 
-    def post(self, channel: Channel, tag: Tag, place: Place | None = None) -> Posted:
+    def post(self, channel: Channel, tag: Tag, place: Place | None = None, bits: int = 0) -> Posted:
         """Say that this rank has come to an operation. *Local.*"""
         self.beneath.note(tag)
-        return self.board.post(channel, tag, place)
+        return self.board.post(channel, tag, place, bits)
 
     def _agree(self, channel: Channel, tag: Tag) -> None:
         self.post(channel, tag).places()
