@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 PINS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-full lint format docs bench coverage clean
+.PHONY: demo test test-full lint format docs bench plots coverage clean
 
 demo: $(VENV)/.demo
 	$(BIN)/zeroplus demo
@@ -35,6 +35,11 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/step_time.py
 
+plots: $(VENV)/.bench
+	@mkdir -p build/plots
+	$(BIN)/python benchmarks/step_trace.py build/plots/step.png
+	$(BIN)/python benchmarks/scaling.py --png build/plots/scaling.png
+
 coverage: $(VENV)/.dev
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest
@@ -57,6 +62,10 @@ $(VENV)/.demo: $(VENV)/.made $(PINS)
 
 $(VENV)/.dev: $(VENV)/.made $(PINS)
 	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.demo
+
+$(VENV)/.bench: $(VENV)/.made $(PINS)
+	$(INSTALL) -e '.[bench]'
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.docs: $(VENV)/.made $(PINS)
