@@ -13,10 +13,11 @@ from lightning_zeroplus.config import EngineConfig
 from lightning_zeroplus.errors import ConfigError, name_offenders
 from lightning_zeroplus.layout.placement import STAGES, Placement
 from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.entry import Entry
 from lightning_zeroplus.zero.model import ModelParam
 from lightning_zeroplus.zero.plan import UnitPlan, plan_by_module, plan_by_size
 from lightning_zeroplus.zero.resting import rest_register, resting_class
-from lightning_zeroplus.zero.unit import Entry, Unit
+from lightning_zeroplus.zero.unit import Unit
 
 __all__ = ["broadcast_buffers", "fill_unit", "make_units"]
 

@@ -20,6 +20,7 @@ from lightning_zeroplus.errors import ConfigError, PhaseError
 from lightning_zeroplus.layout.placement import STAGES, Placement
 from lightning_zeroplus.zero import build, state
 from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.entry import Entry
 from lightning_zeroplus.zero.gradients import Gradients
 from lightning_zeroplus.zero.hooks import (
     BackwardEnd,
@@ -40,7 +41,7 @@ from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.state_access import StateAccess
 from lightning_zeroplus.zero.step import BoundOptimizer
-from lightning_zeroplus.zero.unit import Entry, Unit
+from lightning_zeroplus.zero.unit import Unit
 
 __all__ = ["Engine", "shard"]
 

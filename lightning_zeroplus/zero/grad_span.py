@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.zero.entry import Entry
 from lightning_zeroplus.zero.span_tensor import SpanTensor
-from lightning_zeroplus.zero.unit import Entry
 
 __all__ = ["AS_PLAIN", "GradSpan", "get_grad", "read_slot", "set_grad", "write_slot"]
 

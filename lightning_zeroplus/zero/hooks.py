@@ -12,9 +12,10 @@ from lightning_zeroplus.comm.bucket import GradBucket, write_piece
 from lightning_zeroplus.comm.private import hide_frame_from_compiler, hide_from_compiler
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.zero.entry import Entry
 from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
-from lightning_zeroplus.zero.unit import Entry, Unit
+from lightning_zeroplus.zero.unit import Unit
 
 __all__ = ["BackwardEnd", "ForwardHooks", "Nothing", "SavedWeights", "hook_gradients"]
 

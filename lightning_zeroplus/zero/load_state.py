@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_zeroplus.errors import CheckpointError, name_offenders
 from lightning_zeroplus.layout.names import plain_name
 from lightning_zeroplus.layout.span import Span
+from lightning_zeroplus.zero.entry import Entry, memory_order
 from lightning_zeroplus.zero.probe import settle_dtype
 from lightning_zeroplus.zero.step import is_full_state
-from lightning_zeroplus.zero.unit import Entry, memory_order
 
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.state_access import StateAccess as Engine

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import CheckpointError
 from lightning_zeroplus.layout.span import Span
+from lightning_zeroplus.zero.entry import Entry, memory_order
 from lightning_zeroplus.zero.span_tensor import SpanTensor
-from lightning_zeroplus.zero.unit import Entry, memory_order
 
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.state_access import StateAccess as Engine

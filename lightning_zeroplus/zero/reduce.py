@@ -21,6 +21,7 @@ from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.budget import in_flight
 from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.entry import Entry, memory_order
 from lightning_zeroplus.zero.grad_span import (
     AS_PLAIN,
     GradSpan,
@@ -30,7 +31,7 @@ from lightning_zeroplus.zero.grad_span import (
 )
 from lightning_zeroplus.zero.ranges import of_unit
 from lightning_zeroplus.zero.span_tensor import SpanTensor
-from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
+from lightning_zeroplus.zero.unit import Unit
 
 __all__ = ["Reducer"]
 

@@ -17,8 +17,9 @@ from lightning_zeroplus.comm.memory import settle_shards
 from lightning_zeroplus.comm.transport import Operation, Tag
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.entry import Entry
 from lightning_zeroplus.zero.ranges import of_unit
-from lightning_zeroplus.zero.unit import Entry, Unit
+from lightning_zeroplus.zero.unit import Unit
 
 __all__ = ["Residency"]
 

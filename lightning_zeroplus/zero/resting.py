@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_zeroplus.errors import PhaseError
+from lightning_zeroplus.zero.entry import Entry
 from lightning_zeroplus.zero.span_tensor import SpanTensor, gather_full, refusal
-from lightning_zeroplus.zero.unit import Entry
 
 __all__ = ["RestMixin", "WeightSpan", "entry_of", "rest_register", "resting_class"]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_zeroplus.zero.entry import memory_order
 from lightning_zeroplus.zero.norm import power_sum, root_of
 from lightning_zeroplus.zero.span_tensor import (
     Geometry,
@@ -22,7 +23,6 @@ from lightning_zeroplus.zero.span_tensor import (
     is_mapped,
     parts_of_all,
 )
-from lightning_zeroplus.zero.unit import memory_order
 
 __all__ = ["dispatch"]
 

@@ -17,7 +17,7 @@ from lightning_zeroplus.comm.private import forbid_raw_memory
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.layout.span import Span
-from lightning_zeroplus.zero.unit import Entry, memory_order
+from lightning_zeroplus.zero.entry import Entry, memory_order
 
 __all__ = ["Geometry", "SpanTensor", "SpanView", "gather_full", "refusal"]
 

@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from lightning_zeroplus.comm.transport import Operation
 from lightning_zeroplus.errors import CheckpointError, ConfigError, name_offenders
 from lightning_zeroplus.layout.names import plain_name
+from lightning_zeroplus.zero.entry import Entry, memory_order
 from lightning_zeroplus.zero.grad_span import write_slot
 from lightning_zeroplus.zero.load_state import MASTER_KEY, read_span
 from lightning_zeroplus.zero.local_state import first_owner
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.span_tensor import gather_full
-from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
+from lightning_zeroplus.zero.unit import Unit
 
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.state_access import StateAccess as Engine

@@ -19,6 +19,7 @@ from lightning_zeroplus.layout.budget import Budget, UnitSizes, budget_of
 from lightning_zeroplus.layout.placement import STAGES
 from lightning_zeroplus.zero import state
 from lightning_zeroplus.zero.context import Context
+from lightning_zeroplus.zero.entry import Entry
 from lightning_zeroplus.zero.load_state import load_full_optimizer_state_dict
 from lightning_zeroplus.zero.local_state import (
     OwnSpan,
@@ -31,7 +32,7 @@ from lightning_zeroplus.zero.reduce import Reducer
 from lightning_zeroplus.zero.residency import Residency
 from lightning_zeroplus.zero.span_tensor import gather_full
 from lightning_zeroplus.zero.step import BoundOptimizer
-from lightning_zeroplus.zero.unit import Entry, Unit
+from lightning_zeroplus.zero.unit import Unit
 
 __all__ = ["StateAccess"]
 

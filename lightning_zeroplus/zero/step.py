@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_zeroplus.comm.transport import Operation, Work
 from lightning_zeroplus.errors import ConfigError, name_offenders
+from lightning_zeroplus.zero.entry import Entry, memory_order
 from lightning_zeroplus.zero.probe import probe_optimizer
 from lightning_zeroplus.zero.ranges import OpenRange, of_unit
 from lightning_zeroplus.zero.span_tensor import SpanTensor
-from lightning_zeroplus.zero.unit import Entry, Unit, memory_order
+from lightning_zeroplus.zero.unit import Unit
 
 if TYPE_CHECKING:
     from lightning_zeroplus.zero.engine import Engine
