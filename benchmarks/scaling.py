@@ -153,15 +153,15 @@ def _plot(points: list[Point], png: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    axes_of = {"units": "units", "ranks": "ranks", "parameters": "parameters"}
-    figure, axes = plt.subplots(1, len(axes_of), figsize=(13, 4), layout="constrained")
-    for axis, (sweep, label) in zip(axes, axes_of.items(), strict=True):
+    sweeps = ("units", "ranks", "parameters")
+    figure, axes = plt.subplots(1, len(sweeps), figsize=(13, 4), layout="constrained")
+    for axis, sweep in zip(axes, sweeps, strict=True):
         of = sorted((p for p in points if p.sweep == sweep), key=lambda p: _abscissa(p))
         for name in VARIANTS:
             style = "--" if name in ("plain", "ddp") else "-"
             at, cpu_ms = [_abscissa(p) for p in of], [p.cpu_s[name] * 1e3 for p in of]
             axis.plot(at, cpu_ms, style, marker="o", markersize=3, label=name)
-        axis.set(xlabel=label, ylabel="processor ms per step and rank", xlim=0, ylim=0)
+        axis.set(xlabel=sweep, ylabel="processor ms per step and rank", xlim=0, ylim=0)
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(png, dpi=120)

@@ -105,10 +105,9 @@ class _HostMemory(Memory):
 
 def settle_shards(weights: Sequence[WeightStorage]) -> None:
     """Have in every shard what was written to full weights that rest now."""
-    mapped = [w for w in weights if isinstance(w, MappedWeights)]
-    MappedWeights.settle_shards(mapped)
-    if len(mapped) < len(weights):
-        for other in weights:
+    MappedWeights.settle_shards([w for w in weights if isinstance(w, MappedWeights)])
+    for other in weights:
+        if not isinstance(other, MappedWeights):
             other.settle_shard()
 
 

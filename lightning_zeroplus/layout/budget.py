@@ -146,15 +146,14 @@ def _unsharded(units: Sequence[UnitSizes], prefetch: int) -> int:
 def _buckets(trained: Sequence[UnitSizes], row: StageRow, *, one_host: bool) -> int:
     if not trained:
         return 0
+    pooled = [u.gradients.nbytes for u in trained if not u.scattered]
+    common = max(pooled, default=0)
+    at_once = in_flight(common)
     if row.blocked_gradient is Placement.PARTIAL:
         sent = sum(u.gradients.nbytes for u in trained)
-        at_once = in_flight(max(u.gradients.nbytes for u in trained))
     else:
         # One lands while others travel; a scattered one lands beside them all along, and a unit
         # made by size may begin inside a module whose other parameters close the one before.
-        pooled = [u.gradients.nbytes for u in trained if not u.scattered]
-        common = max(pooled, default=0)
-        at_once = in_flight(common)
         split = row.weight is Placement.REPLICATE
         sent = min(len(pooled), 1 + at_once + split) * common
         sent += sum(u.gradients.nbytes for u in trained if u.scattered)

@@ -156,3 +156,15 @@ def test_state_of_all_ranks_together_is_that_of_one(numels: list[int], world: in
         budget(numels, 2, world=world, blocks=2, rank=r).optimizer_state for r in range(world)
     ]
     assert sum(shares) == alone == 2 * 2 * 4 * sum(numels)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_large_scattered_unit_does_not_make_the_engine_reduce_fewer_small_ones_at_a_time(
+    stage: int,
+) -> None:
+    small = [unit_of([1_000_000], world=2, rank=0) for _ in range(8)]  # 4 at a time
+    table = unit_of([1 << 23], world=2, rank=0, scattered=True)
+    found = budget_of([*small, table], STAGES[stage], 0).buckets
+    nbytes, arriving = small[0].gradients.nbytes, table.gradients.arriving_nbytes
+    slots = {1: 8, 2: 1 + 4 + 1, 3: 1 + 4}[stage]
+    assert found == slots * nbytes + table.gradients.nbytes + 4 * arriving

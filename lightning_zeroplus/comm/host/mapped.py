@@ -118,7 +118,7 @@ class MappedWeights(WeightStorage):
 
     @override
     def own_shard(self) -> torch.Tensor:
-        if self._maybe_edited and not self.is_unsharded:
+        if self.may_have_edits:
             if self._has_edits():
                 chunk = self.layout.chunk(self._rank)
                 return self._readers[chunk.start : chunk.stop]
@@ -143,10 +143,7 @@ class MappedWeights(WeightStorage):
 
     @override
     def settle_shard(self) -> None:
-        if self.may_have_edits:
-            self._maybe_edited = False
-            if self._has_edits():
-                self._keep_edits()
+        self.settle_shards([self])
 
     @property
     def may_have_edits(self) -> bool:
