@@ -149,7 +149,7 @@ class Engine(StateAccess):
             return
         self.reducer.arm()
         for entry in fresh:
-            self._handles += hook_gradients(entry, self.reducer, self.end)
+            self._handles.append(hook_gradients(entry, self.reducer, self.end))
 
     def find(self, param: torch.Tensor) -> Entry | None:
         """Return the entry of a parameter of this module. *Local.*"""

@@ -26,6 +26,7 @@ class Entry:
         "fqn",
         "index",
         "is_awake",
+        "lands_late",
         "model",
         "node",
         "param",
@@ -46,6 +47,9 @@ class Entry:
         self.index = index
         self.slot: GradSpan | None = None
         self.stashed: torch.Tensor | None = None
+        """What the slot held while the user's hooks see a gradient there."""
+        self.lands_late = False
+        """Whether the gradient is taken from the slot, after the user's hooks."""
         self.counted_in = -1
         """The backward in which it landed last."""
         self.is_awake = False

@@ -76,32 +76,62 @@ class BackwardEnd:
                 then()
 
 
-def hook_gradients(entry: Entry, reducer: Reducer, end: BackwardEnd) -> list[Any]:
-    """Hang on the AccumulateGrad node of a trainable parameter; return the handles.
+class _Handles:
+    """Handles of hooks that go together."""
 
-    The node's own hooks run after every hook that the user put on the parameter.
+    def __init__(self) -> None:
+        self.handles: list[Any] = []
+
+    def remove(self) -> None:
+        """Unhook all."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+def hook_gradients(entry: Entry, reducer: Reducer, end: BackwardEnd) -> _Handles:
+    """Hang on the AccumulateGrad node of a trainable parameter; return what unhooks.
+
+    The node's own hooks run after every hook that the user put on the parameter, but for those
+    that are called when it has accumulated.
     """
     ended = reducer.end_backward
+    taken = (None,)
+    hung = _Handles()
+    handles = hung.handles
 
     # Once per parameter and microbatch: frames are skipped one by one, which costs nothing, where
     # a wrapper that turns the compiler off would cost as much as the landing itself.
-    def stash(_: object) -> None:
-        reducer.stash(entry)
-
-    def land(_: object, __: object) -> None:
+    def land(grads: Sequence[torch.Tensor | None]) -> tuple[None] | None:
+        grad = grads[0]
+        if grad is None:
+            return None
         if not end.bracketed:
             end.on_event(ended)
-        reducer.land(entry)
+        if reducer.land(entry, grad):
+            return taken
+        if entry.lands_late and len(handles) < 2:
+            handles.append(node.register_hook(hide_frame_from_compiler(land_late)))
+        return None
+
+    def land_late(_: object, __: object) -> None:
+        if entry.lands_late:
+            reducer.land_late(entry)
 
     with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(entry.param).node
     entry.node = node
-    for frame in (Reducer.stash, Reducer.land, Reducer.count, GradBucket.land, write_piece):
+    for frame in (
+        Reducer.land,
+        Reducer.land_late,
+        Reducer._take,
+        Reducer.count,
+        GradBucket.land,
+        write_piece,
+    ):
         hide_frame_from_compiler(frame)
-    return [
-        node.register_prehook(hide_frame_from_compiler(stash)),
-        node.register_hook(hide_frame_from_compiler(land)),
-    ]
+    handles.append(node.register_prehook(hide_frame_from_compiler(land)))
+    return hung
 
 
 class SavedWeights:
@@ -149,6 +179,8 @@ class SavedWeights:
             return _Packed(unit, tensor.detach(), tensor._version, leaf)
 
         def unpack(packed: Any) -> torch.Tensor:
+            if type(packed) is torch.Tensor:  # most are
+                return packed
             if isinstance(packed, _Packed):
                 unit, alias = packed.unit, packed.alias
                 if (

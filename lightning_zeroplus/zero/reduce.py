@@ -91,44 +91,60 @@ class Reducer:
 
     # -- during backward
 
-    def stash(self, entry: Entry) -> None:
-        """Take the slot's gradient away before autograd adds to it."""
+    def land(self, entry: Entry, grad: torch.Tensor) -> bool:
+        """Move a gradient that autograd is about to accumulate into the bucket.
+
+        Returns whether it is there. If not, autograd shall put it into the slot: the unit has no
+        bucket, or the user has hooks that must see it there first, and then comes `land_late`.
+        """
         if self._aborted:
             self._recover()
-        slot = read_slot(entry.param)
-        entry.stashed = slot
-        if slot is not None:
-            write_slot(entry.param, None)
+        param = entry.param
+        with AS_PLAIN():
+            held = get_grad(param)
+            hooked = param._post_accumulate_grad_hooks
+        if entry.unit.bucket is None:
+            return False
+        if hooked:
+            entry.stashed, entry.lands_late = held, True
+            write_slot(param, None)
+            return False
+        self._take(entry, grad, held)
+        return True
 
-    def land(self, entry: Entry) -> None:
-        """Move the gradient that autograd left in the slot into the bucket."""
-        unit = entry.unit
-        bucket = unit.bucket
+    def land_late(self, entry: Entry) -> None:
+        """Move the gradient that autograd and the user's hooks have left in the slot."""
+        entry.lands_late = False
         held, entry.stashed = entry.stashed, None
         grad = read_slot(entry.param)
-        if grad is None or bucket is None:
-            write_slot(entry.param, held if grad is None else grad)
-            return
+        write_slot(entry.param, held)
+        if grad is not None:
+            self._take(entry, grad, held)
+
+    def _take(self, entry: Entry, grad: torch.Tensor, held: torch.Tensor | None) -> None:
         if grad.requires_grad:
             raise PhaseError(
                 f"Expected a backward without create_graph, got one ({entry.fqn}). "
                 f"Use torch.autograd.grad(..., create_graph=True) for higher derivatives."
             )
+        unit = entry.unit
+        bucket = unit.bucket
+        assert bucket is not None
         if self._defers and bucket.in_flight:
-            # The slot is read there, and must not show this backward's own gradient.
-            write_slot(entry.param, held)
             self.settle_flying()
             held = read_slot(entry.param)
-        kept = held is not None and held is entry.slot
         if held is None:
             entry.valid = False
-        elif not kept:
+        elif held is not entry.slot:
             self._adopt(entry, held)
+            bucket.landed.discard(entry.index)  # what landed before it is no longer wanted
+            held = entry.slot
         if grad.is_sparse:
             grad = grad.to_dense()
-        add = kept and entry.index in bucket.landed
+        add = held is not None and entry.index in bucket.landed
         bucket.land(entry.index, grad, self._scale, add=add)
-        write_slot(entry.param, entry.slot)
+        if held is None:
+            write_slot(entry.param, entry.slot)
         if entry.counted_in != self._backward:
             entry.counted_in = self._backward
             self.count(unit)
@@ -260,6 +276,7 @@ class Reducer:
         self._aborted = True
         for unit in self._units:
             for entry in unit.entries:
+                entry.lands_late = False
                 if entry.stashed is not None:
                     write_slot(entry.param, entry.stashed)
                     entry.stashed = None
@@ -322,3 +339,14 @@ class Reducer:
                 return None
             self._adopt(entry, slot)
         return entry.unit.grad_view(entry.index)
+
+    def read_all(self, entries: Sequence[Entry]) -> list[torch.Tensor | None]:
+        """Return `read` of each. *Local.*"""
+        with AS_PLAIN():
+            slots = [get_grad(e.param) for e in entries]
+        return [
+            entry.unit.grad_view(entry.index)
+            if slot is not None and slot is entry.slot
+            else self.read(entry)
+            for entry, slot in zip(entries, slots, strict=True)
+        ]

@@ -7,6 +7,7 @@ refused, as the settings say.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_zeroplus.errors import PhaseError
 from lightning_zeroplus.zero.entry import Entry
+from lightning_zeroplus.zero.grad_span import read_slot, write_slot
 from lightning_zeroplus.zero.span_tensor import SpanTensor, gather_full, refusal
 
 __all__ = ["RestMixin", "WeightSpan", "entry_of", "rest_register", "resting_class"]
@@ -348,10 +350,17 @@ _SPECIAL: dict[Any, Any] = {
 _CLASSES: dict[type, type] = {}
 
 
+_GRAD = property(read_slot, write_slot, lambda param: write_slot(param, None))
+"""What `grad` is on all parameters, without the way over ``__torch_function__``."""
+
+
 def resting_class(user_class: type) -> type:
     """Return the resting class of parameters of ``user_class``, one per class."""
     found = _CLASSES.get(user_class)
     if found is None:
-        found = type(user_class.__name__, (RestMixin, user_class), {"__slots__": ()})
+        own: dict[str, Any] = {"__slots__": ()}
+        if inspect.getattr_static(user_class, "grad", None) is _T.grad:
+            own["grad"] = _GRAD
+        found = type(user_class.__name__, (RestMixin, user_class), own)
         _CLASSES[user_class] = found
     return found

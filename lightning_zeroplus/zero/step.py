@@ -44,7 +44,7 @@ class BoundOptimizer:
         self._check_groups(engine)
         self._step: Callable[..., Any] = optimizer.step
         self._detached = False
-        self._swapped: list[tuple[dict[str, Any], list[Any]]] = []
+        self._swapped: list[tuple[dict[str, Any], list[Any], list[Entry]]] = []
         self._units: list[Unit] = []
         self._stepped: list[torch.Tensor] = []
         self._user_state: defaultdict[torch.Tensor, Any] | None = None
@@ -182,21 +182,21 @@ class BoundOptimizer:
         by_shard = self._states_by_shard(engine)
         touched: dict[Unit, None] = {}
         for group in self.optimizer.param_groups:
-            params = group["params"]
+            entries = [self._entry_of(engine, param) for param in group["params"]]
             shards: list[torch.Tensor] = []
-            for param in params:
-                entry = engine.find(param)
-                if entry is None:
-                    raise ConfigError(
-                        f"Expected the optimizer's parameters to stay those of the module, got "
-                        f"another of shape {tuple(param.shape)}. Register it in the module."
-                    )
-                if self._offer(engine, entry):
-                    touched[entry.unit] = None
-                    self._stepped.append(entry.param)
-                    if entry.shard is not None and entry.shard.numel():
-                        shards.append(entry.shard)
-            self._swapped.append((group, params))
+            for entry, grad in zip(entries, engine.reducer.read_all(entries), strict=True):
+                if grad is None:
+                    grad = self._zero_grad_of(engine, entry)
+                    if grad is None:
+                        continue
+                shard = entry.shard
+                assert shard is not None
+                shard.grad = grad
+                touched[entry.unit] = None
+                self._stepped.append(entry.param)
+                if grad.shape[0]:
+                    shards.append(shard)
+            self._swapped.append((group, group["params"], entries))
             group["params"] = shards
         self._user_state = self.optimizer.state
         self.optimizer.state = by_shard
@@ -220,34 +220,36 @@ class BoundOptimizer:
         return self._by_shard
 
     @staticmethod
-    def _offer(engine: Engine, entry: Entry) -> bool:
-        """Put the gradient on the shard; return whether the optimizer sees the parameter."""
-        grad = engine.reducer.read(entry)
-        if grad is None:
-            if not engine.zero_unused or not entry.param.requires_grad:
-                return False
-            grad = entry.unit.grad_view(entry.index)
-            grad.zero_()
-        assert entry.shard is not None
-        entry.shard.grad = grad
-        return True
+    def _entry_of(engine: Engine, param: torch.Tensor) -> Entry:
+        entry = engine.find(param)
+        if entry is None:
+            raise ConfigError(
+                f"Expected the optimizer's parameters to stay those of the module, got "
+                f"another of shape {tuple(param.shape)}. Register it in the module."
+            )
+        return entry
+
+    @staticmethod
+    def _zero_grad_of(engine: Engine, entry: Entry) -> torch.Tensor | None:
+        """Return zeros for a parameter without gradient, if the optimizer is to see it."""
+        if not engine.zero_unused or not entry.param.requires_grad:
+            return None
+        return entry.unit.grad_view(entry.index).zero_()
 
     def _swap_back(self) -> None:
         if not self._swapped:
             return
-        engine = self._engine()
         state, self._user_state = self._user_state, None
         fresh = state is not None and len(self._by_shard) != len(state)
         while self._swapped:
-            group, params = self._swapped.pop()
+            group, params, entries = self._swapped.pop()
             group["params"] = params
-            for param in params:
-                entry = engine.find(param) if engine is not None else None
-                shard = None if entry is None else entry.shard
+            for entry in entries:
+                shard = entry.shard
                 if shard is not None:
                     shard.grad = None
                     if state is not None and fresh and shard in self._by_shard:
-                        state[param] = self._by_shard[shard]
+                        state[entry.param] = self._by_shard[shard]
         if state is not None:
             self.optimizer.state = state
 
